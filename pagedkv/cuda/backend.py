@@ -16,12 +16,12 @@ from .plans.plan import launches_of
 
 
 class KernelBackend:
-    """Every operation that there is a kernel for.
+    """The operations, on a device that launches kernels.
 
     Parameters
     ----------
     device_of : callable
-        From the placement of a call, what launches its kernels, for the length of a ``with`` statement.
+        From the placement of a call to the device that launches its kernels, for the length of a ``with`` statement.
     """
 
     def __init__(self, device_of: Callable[[Placement], AbstractContextManager[Device]]) -> None:
@@ -66,12 +66,12 @@ class KernelBackend:
 
 
 class GpuBackend(KernelBackend):
-    """GPUs.
+    """The operations on GPUs.
 
     Attributes
     ----------
     plans : PlanCache
-        Of the attention calls that they have launched.
+        The plans of attention calls that have been launched.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class GpuBackend(KernelBackend):
         return sum(device.num_bytes for device in driver.cuda_devices())
 
     def reserve_workspaces(self, calls: Sequence[AttentionCall]) -> int:
-        """Make the workspaces of calls, all on one stream, and say what they have added to those there were."""
+        """Make the workspaces of calls, all on one stream, and return how many bytes that has added."""
         needed: dict[str, int] = {}
         with driver.device_of(calls[0].placement) as device:
             for call in calls:

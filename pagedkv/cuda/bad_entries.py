@@ -1,4 +1,4 @@
-"""The entries that `checked` kernels have recorded, as exceptions."""
+"""Exceptions for the bad entries that checked kernels have recorded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def raise_if_failed(devices: Iterable[Device]) -> None:
     Parameters
     ----------
     devices : iterable of Device
-        In the order in which their entries are raised, one a call.
+        The first one with an entry raises it; one call raises one entry.
 
     Raises
     ------

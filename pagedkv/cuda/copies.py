@@ -1,7 +1,7 @@
 """Copies between arrays of the host and the memory of a GPU, in the order of a stream.
 
-A GPU copies to and from pinned memory by itself, behind the host's back. What is not pinned, as NumPy's arrays are not,
-goes through pinned memory of this package in two halves: while the GPU copies one of them, the host copies the other.
+A GPU copies to and from pinned memory without the host. Other arrays, such as NumPy's, go through two halves of pinned
+memory of this package: while the GPU copies one of them, the host copies the other.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Half:
     memory : (HALF_BYTES,) uint8 array
     event : CUevent
     num_used : int
-        Bytes of it that copies use.
+        Bytes that copies use.
     arriving : list of (destination, part of memory)
-        What the host copies after the event.
+        What the host copies when the event has come.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -43,7 +43,7 @@ class _Half:
 
 
 class Copies:
-    """Copies of one GPU, which must be current, on one stream.
+    """Makes copies on one stream of one GPU, which must be current.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Copies:
 
     def __init__(self, gpu: Gpu, stream: int) -> None:
         self._gpu, self._stream = gpu, stream
-        self._halves: list[_Half] = []  # the one in use first; none until needed
+        self._halves: list[_Half] = []  # first the one in use; empty until they are needed
 
     def to_device(self, parts: Sequence[tuple[int, Array]]) -> None:
         """Copy each array of the host, C-contiguous, to its address; those that are not pinned may change at once."""
@@ -64,7 +64,7 @@ class Copies:
                 continue
             for first in range(0, len(source), HALF_BYTES):
                 piece = source[first : first + HALF_BYTES]
-                room = self._room(len(piece))
+                room = self._free_room(len(piece))
                 room[:] = piece
                 self._send(address + first, room)
 
@@ -80,33 +80,33 @@ class Copies:
                     continue
                 for first in range(0, len(destination), HALF_BYTES):
                     piece = destination[first : first + HALF_BYTES]
-                    room = self._room(len(piece))
+                    room = self._free_room(len(piece))
                     self._fetch(room, address + first)
                     self._halves[0].arriving.append((piece, room))
             for _ in self._halves:
                 if any(half.arriving for half in self._halves):
-                    self._turn()
+                    self._swap_halves()
         finally:
             for half in self._halves:
                 half.arriving.clear()
 
     def _are_pinned(self, arrays: Sequence[Bytes]) -> list[bool]:
-        """Which arrays are pinned; makes pinned memory for the others."""
+        """Find which arrays are pinned, and make pinned memory for the others."""
         pinned = [self._gpu.is_pinned(x.ctypes.data) for x in arrays]
         if not self._halves and not all(pinned):
             self._halves = [_Half(self._gpu), _Half(self._gpu)]
         return pinned
 
-    def _room(self, nbytes: int) -> Bytes:
-        """Pinned memory that no copy uses."""
+    def _free_room(self, nbytes: int) -> Bytes:
+        """Take pinned memory that no copy uses."""
         if self._halves[0].num_used + nbytes > HALF_BYTES:
-            self._turn()
+            self._swap_halves()
         half = self._halves[0]
         half.num_used += nbytes
         return half.memory[half.num_used - nbytes : half.num_used]
 
-    def _turn(self) -> None:
-        """Change to the other half, after the GPU is done with it."""
+    def _swap_halves(self) -> None:
+        """Change to the other half, once the GPU is done with it."""
         driver = self._gpu.driver
         self._gpu.call(driver.cuEventRecord, self._halves[0].event, self._stream)
         self._halves.reverse()

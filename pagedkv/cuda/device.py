@@ -1,4 +1,4 @@
-"""What planning code asks of a device: the CUDA driver (driver.py) or the emulator (emulator/device.py)."""
+"""What plans need of a device, which is the CUDA driver (driver.py) or the emulator (emulator/device.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 # The arguments of `Device.launch`.
 Arguments = tuple["CompiledKernel", tuple[int, int, int], Sequence[int | float], int]
-# Thread blocks of a launch in x, and in each of y and z; the first compute capability with instructions for fp8.
+# The most thread blocks of a launch in x, and in each of y and z.
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
-FIRST_WITH_FP8 = (8, 9)
-# The workspace that checked kernels record the first bad entry in.
-REPORT = "report"
+FIRST_WITH_FP8 = (8, 9)  # the first compute capability with instructions for fp8
+REPORT = "report"  # the workspace in which checked kernels record the first bad entry
 
 
 class Device(Protocol):
-    """Memory and launches of one GPU and one stream, or of the graphs captured there, or of the emulator.
+    """Memory and launches: of a GPU and a stream, of the graphs that are captured there, or of the emulator.
 
     Attributes
     ----------
@@ -32,7 +31,7 @@ class Device(Protocol):
     max_shared_bytes : int
         Shared memory that one block can have when it opts in.
     lineinfo : bool
-        Kernels are to be compiled with the lines of their source.
+        Whether kernels are compiled with the lines of their source.
     """
 
     @property
@@ -52,8 +51,8 @@ class Device(Protocol):
         name : str
             The caller's argument, for messages.
         array : numpy.ndarray
-            The emulator: an array on the host. CUDA: an array that only has the address, shape, strides and dtype of
-            the caller's device array, and is never read.
+            For the emulator an array on the host. For CUDA an array that only has the address, shape, strides and dtype
+            of the caller's device array, and that is never read.
 
         Returns
         -------
@@ -64,8 +63,8 @@ class Device(Protocol):
     def scratch(self, name: str, nbytes: int) -> int:
         """The address of a workspace of at least `nbytes` bytes, one for each name, 256-byte aligned.
 
-        Zero when it is first allocated and each time it grows; other contents stay as the last kernel left them.
-        It belongs to this device and stream. Another call for the same name may free it, once the stream is done.
+        It is zero when it is first allocated and whenever it grows; otherwise it is as the last kernel left it. It
+        belongs to this device and stream. Another call for the same name may free it, once the stream is done.
         """
         ...
 
@@ -81,7 +80,7 @@ class Device(Protocol):
         Parameters
         ----------
         kernel : CompiledKernel
-            Of this device's capability.
+            Compiled for this device's capability.
         grid : tuple of int
             Blocks in x, y and z, each at least 1.
         args : sequence of int or float
@@ -97,8 +96,8 @@ class Device(Protocol):
         Parameters
         ----------
         parts : sequence of (int, numpy.ndarray)
-            Where each array goes, C-contiguous. One in pinned memory must not change before the stream has come so
-            far; any other array may change when this returns.
+            Where each array goes, C-contiguous. An array in pinned memory must not change before the stream has copied
+            it; any other array may change when this returns.
 
         Raises
         ------
@@ -113,8 +112,8 @@ class Device(Protocol):
         Parameters
         ----------
         parts : sequence of (numpy.ndarray, int)
-            Each array, C-contiguous, and where its bytes are. One in pinned memory is filled when the stream has come
-            so far; any other array is when this returns.
+            Each array, C-contiguous, and where its bytes are. An array in pinned memory is filled when the stream comes
+            to it; any other array is filled when this returns.
 
         Raises
         ------
@@ -124,8 +123,8 @@ class Device(Protocol):
         ...
 
     def take(self, name: str) -> npt.NDArray[np.uint8] | None:
-        """The bytes of a workspace once all work of the GPU is done; from then on they are zero.
+        """Wait until the GPU is done, return the bytes of a workspace, and zero them.
 
-        None if `scratch` was never asked for it.
+        None if `scratch` has not made it.
         """
         ...

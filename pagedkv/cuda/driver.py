@@ -1,7 +1,7 @@
-"""The CUDA driver as a Device: one for each GPU and stream, and one for the graphs that are captured there.
+"""The CUDA driver as Devices: one for each GPU and stream, and one for the graphs that are captured there.
 
-A launch allocates nothing, waits for nothing and reads nothing back: the first call like it makes its kernel, launch
-configuration and workspaces.
+A launch allocates nothing, waits for nothing and reads nothing back: the first launch like it makes the kernel, the
+launch configuration and the workspaces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_PREPARED = 1024
 
 
 class _Thread(threading.local):
-    """An object for each thread, in place of its number, which a later thread may get."""
+    """An object for each thread, instead of the thread's number, which a later thread may get."""
 
     def __init__(self) -> None:
         self.token = object()
@@ -41,7 +41,7 @@ _devices: dict[tuple[int, int, object, bool], CudaDevice] = {}
 
 
 def cuda_device(ordinal: int, stream: int) -> CudaDevice:
-    """The device of a GPU and a stream, always the same one; another one while a graph is captured on the stream.
+    """The device of a GPU and a stream: always the same object, but another one while a graph is captured there.
 
     Parameters
     ----------
@@ -84,17 +84,17 @@ def device_of(placement: Placement) -> Iterator[CudaDevice]:
 
 
 def wants_lineinfo() -> bool:
-    """True if ``PAGEDKV_LINEINFO=1`` asks for kernels with the lines of their source, which profilers show."""
+    """Whether ``PAGEDKV_LINEINFO=1`` asks for kernels with the lines of their source, which profilers show."""
     return is_on("PAGEDKV_LINEINFO")
 
 
 def cuda_devices() -> list[CudaDevice]:
-    """Every device that `cuda_device` has given out, in that order."""
+    """All devices that `cuda_device` has made, in that order."""
     return list(_devices.values())
 
 
 def refuse_capture(streams: Iterable[int], reason: str) -> None:
-    """Raise RuntimeError if one of the streams is being captured; none is before `cuda_device` has given out a device.
+    """Raise RuntimeError if one of the streams is being captured; there is none before the first `cuda_device`.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def refuse_capture(streams: Iterable[int], reason: str) -> None:
         What a CUDA graph cannot capture, and what to do instead.
     """
     given = list(streams)
-    for gpu in list(_gpus.values()):  # each: the per-thread stream differs between GPUs
+    for gpu in list(_gpus.values()):  # all of them: each has its own per-thread stream
         for stream in given:
             gpu.refuse_capture(stream or LEGACY_STREAM, reason)
 
@@ -132,7 +132,7 @@ class CudaDevice:
     """A GPU and a stream, as `cuda.device.Device` describes it.
 
     A graph that was captured on the stream may be replayed on any other one, so graphs do not share workspaces with
-    calls. Those of graphs are never freed, since nobody says when the last graph that uses them is gone.
+    calls. The workspaces of graphs are never freed, since nothing tells when the last graph that uses them is gone.
 
     Parameters
     ----------
@@ -140,14 +140,14 @@ class CudaDevice:
     stream : int
         Not 0.
     for_graphs : bool
-        It launches what is captured on the stream, not what runs there at once.
+        Whether it launches what is captured on the stream, and not what runs there at once.
 
     Attributes
     ----------
     lock : threading.RLock
-        Held while a call launches: its launches share workspaces, so no other thread's may come between them.
+        Held while a call launches: its launches share workspaces, so those of other threads must not come between.
     num_bytes : int
-        What its workspaces take on the GPU, those included that have been outgrown and that a graph may still use.
+        Bytes of its workspaces on the GPU, with those that have been outgrown but that a graph may still use.
     """
 
     def __init__(self, gpu: Gpu, stream: int, *, for_graphs: bool = False) -> None:
@@ -168,7 +168,7 @@ class CudaDevice:
         self.lock = threading.RLock()
 
     def address(self, name: str, array: Array) -> int:
-        """The address that the array, which is never read, carries."""
+        """The address in the array, which is never read."""
         return int(array.__array_interface__["data"][0])
 
     def scratch(self, name: str, nbytes: int) -> int:
@@ -186,7 +186,7 @@ class CudaDevice:
         return held[0]
 
     def reserve(self, needed: Mapping[str, int]) -> int:
-        """Have workspaces of at least so many bytes, all or none of them, and say how many bytes that has added.
+        """Make workspaces of at least so many bytes, all or none of them, and return how many bytes that has added.
 
         Raises
         ------
@@ -200,9 +200,9 @@ class CudaDevice:
         return self.num_bytes - before
 
     def _grow(self, needed: Mapping[str, int], *, ample: bool) -> None:
-        """Put larger workspaces in the place of those held, all or none.
+        """Replace workspaces by larger ones, all or none.
 
-        Ample ones are larger by half if there is room, so that growing, which waits for the GPU, is rare.
+        If `ample`, they grow by half if there is room, so that growing, which waits for the GPU, is rare.
         """
         outgrown = [self._workspaces[name] for name in needed if name in self._workspaces]
         made: dict[str, tuple[int, int]] = {}
@@ -245,7 +245,7 @@ class CudaDevice:
             raise
 
     def release(self) -> int:
-        """Free the workspaces that no graph uses once all work of the GPU is done, and say how many bytes they were.
+        """Wait until the GPU is done, free the workspaces that no graph uses, and return how many bytes they were.
 
         Bad entries that have not been raised stay.
         """
@@ -255,10 +255,10 @@ class CudaDevice:
             before = self.num_bytes
             names = [name for name in self._workspaces if name != REPORT]
             if names:
-                # Of the whole GPU: the stream may have been destroyed since.
+                # Wait for the whole GPU: the stream may have been destroyed since.
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
             for name in names:
-                held = self._workspaces.pop(name)  # first: an interrupt may come as soon as the memory is gone
+                held = self._workspaces.pop(name)  # before it is freed: an interrupt may come right after
                 try:
                     self._free(*held)
                 except RuntimeError:
@@ -281,7 +281,7 @@ class CudaDevice:
                 self._launch(self._stream, *prepared, *args)
 
     def launch_all(self, launches: Sequence[Arguments]) -> None:
-        """Start kernels in order: all are loaded before the first one starts, and no interrupt comes between them."""
+        """Load kernels, then start them in order; no interrupt can come between two of them."""
         keys = [(kernel, grid, shared_bytes) for kernel, grid, _, shared_bytes in launches]
         is_ready = all(key in self._prepared for key in keys) and self._current_context()[1] == self._context
         with nullcontext() if is_ready else self._gpu.relaxed():
@@ -333,14 +333,14 @@ class CudaDevice:
             yield self._copies
 
     def take(self, name: str) -> npt.NDArray[np.uint8] | None:
-        """The bytes of a workspace once all work of the GPU is done, and zero from then on; see `Device`."""
+        """Wait until the GPU is done, return the bytes of a workspace, and zero them; see `Device`."""
         if name not in self._workspaces:
             return None
         # Under the lock: between the copy and the memset, a write by another thread's kernel would be lost.
         with self.lock, self._gpu.relaxed():
             address, nbytes = self._workspaces[name]
             content = np.empty(nbytes, np.uint8)
-            # Of the whole GPU: the stream may have been destroyed since.
+            # Wait for the whole GPU: the stream may have been destroyed since.
             self._gpu.call(self._gpu.driver.cuCtxSynchronize)
             self._gpu.call(self._gpu.driver.cuMemcpyDtoH, content.ctypes.data, address, nbytes)
             if content.any():

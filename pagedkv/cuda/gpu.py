@@ -1,4 +1,4 @@
-"""A GPU under the CUDA driver: what its streams share."""
+"""What the streams of a GPU share under the CUDA driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_GPU = 'or use backend="emulator" on host arrays'
 
 @cache
 def bindings() -> tuple[Any, Any]:
-    """cuda.bindings.driver, started, and cuda.core."""
+    """Start the CUDA driver, and return cuda.bindings.driver and cuda.core."""
     import cuda.bindings
     import cuda.core as core
     from cuda.bindings import driver
@@ -57,11 +57,11 @@ class Gpu:
     driver, core : module
         cuda.bindings.driver and cuda.core.
     ordinal, count : int
-        Which GPU, of how many.
+        The number of this GPU, and how many there are.
     handle : CUdevice
     capability : tuple of int
     max_shared_bytes : int
-        What one block can have when it opts in.
+        Shared memory that one block can have when it opts in.
     """
 
     def __init__(self, ordinal: int, driver: Any, core: Any) -> None:
@@ -80,10 +80,10 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-        # Kept: every call asks whether its stream is captured.
+        # Kept here, since every call asks whether its stream is captured.
         self._is_capturing = driver.cuStreamIsCapturing
         self._not_captured = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        # Never forgotten: a captured CUDA graph, or a launch that has not run yet, may need any of them.
+        # Never emptied: a captured CUDA graph, or a launch that has not run yet, may need any of them.
         self._kernels: dict[CompiledKernel, Any] = {}
         self._opted_in: dict[CompiledKernel, int] = {}
 
@@ -93,7 +93,7 @@ class Gpu:
         return self.call(self.driver.cuDevicePrimaryCtxRetain, self.handle)
 
     def call(self, function: Any, *args: Any) -> Any:
-        """The results of a driver function, without its error code.
+        """Call a driver function, and return its results without the error code.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Gpu:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make this GPU the thread's current one, and restore the one before at the end."""
+        """Make this GPU the thread's current one, and restore the previous one at the end."""
         self.call(self.driver.cuCtxPushCurrent, self.context)
         try:
             yield
@@ -132,7 +132,7 @@ class Gpu:
     def relaxed(self) -> Iterator[None]:
         """As `current`, but the driver also allocates and loads code while this or another thread captures a graph.
 
-        None of that becomes part of the graph. What its replays need has to stay.
+        None of that becomes part of the graph; whatever its replays need must not be freed.
         """
         driver = self.driver
         exchange, relaxed = driver.cuThreadExchangeStreamCaptureMode, driver.CUstreamCaptureMode
@@ -144,7 +144,7 @@ class Gpu:
                 self.call(exchange, mode)
 
     def kernel(self, compiled: CompiledKernel, shared_bytes: int) -> Any:
-        """The kernel, loaded and allowed as much dynamic shared memory; in `relaxed`."""
+        """Load a kernel, and allow it this much dynamic shared memory; call it in `relaxed`."""
         kernel = self._kernels.get(compiled)
         if kernel is None:
             code = self.core.ObjectCode.from_cubin(compiled.cubin, name=compiled.name)
@@ -156,8 +156,8 @@ class Gpu:
         return kernel
 
     def is_captured(self, stream: int) -> bool:
-        """True if a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
-        if stream == LEGACY_STREAM:  # is never captured; asking fails while a stream that waits for it is
+        """Whether a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""
+        if stream == LEGACY_STREAM:  # it is never captured, and asking fails while a stream that waits for it is
             return False
         if stream != PER_THREAD_STREAM:
             error, status = self._is_capturing(stream)
@@ -172,7 +172,7 @@ class Gpu:
             raise RuntimeError(f"the stream is being captured by a CUDA graph, and {reason}")
 
     def allocate(self, nbytes: int) -> int:
-        """The address of new memory, which is zero already; in `relaxed`."""
+        """Allocate memory that is zero, and return its address; call it in `relaxed`."""
         # On the caller's stream the memset could become part of a graph, and each replay would repeat it.
         driver, stream = self.driver, self._own_stream
         address = int(self.call(driver.cuMemAlloc, nbytes))
@@ -189,12 +189,12 @@ class Gpu:
         return int(self.call(self.driver.cuStreamCreate, int(self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
     def is_pinned(self, address: int) -> bool:
-        """True if the driver knows this memory of the host, so that the GPU copies to and from it by itself."""
+        """Whether memory of the host is pinned, so that the GPU copies to and from it without the host."""
         attribute = self.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
         error, kind = self.driver.cuPointerGetAttribute(attribute, address)
         return int(error) == 0 and int(kind) == int(self.driver.CUmemorytype.CU_MEMORYTYPE_HOST)
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """New pinned memory of the host, which is never given back; this GPU must be current."""
+        """Allocate pinned memory of the host, which is never freed; this GPU must be current."""
         address = int(self.call(self.driver.cuMemHostAlloc, nbytes, self.driver.CU_MEMHOSTALLOC_PORTABLE))
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -1,4 +1,4 @@
-"""Compile the kernels of calls, without their arrays on a device and without a GPU."""
+"""Compile the kernels of calls without a GPU; their arrays may be on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plans.prefill import prefill_attention
 from .plans.rotary import apply_rotary
 
 
-class _Compiler:
+class _CompilingDevice:
     """A Device that records kernels instead of launching them."""
 
     max_shared_bytes = 48 * 1024
@@ -51,12 +51,12 @@ def compile_ahead(
     rotary: RotaryCall | None,
     capabilities: Sequence[Capability] | None,
 ) -> list[str]:
-    """Compile and link what calls like these launch.
+    """Compile and link the kernels that calls like these launch.
 
     Parameters
     ----------
     decodes, prefills, writes, gather, copy, merge, rotary
-        Valid calls with at least one token each, in place of those to come.
+        Valid calls with at least one token each, like those to come.
     capabilities : sequence of (int, int), or None
         Compute capabilities; None for those of the GPUs of this machine.
 
@@ -72,7 +72,7 @@ def compile_ahead(
     """
     names = []
     for capability in sorted(set(driver.capabilities())) if capabilities is None else capabilities:
-        device: Any = _Compiler(capability)
+        device: Any = _CompilingDevice(capability)
         for call in decodes:
             decode_attention(device, call, call.q.copy(), None)
         for call in prefills:

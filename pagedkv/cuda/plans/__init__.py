@@ -1,1 +1,1 @@
-"""What a call launches on a device."""
+"""Plans: what a call launches on a device."""

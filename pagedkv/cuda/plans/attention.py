@@ -1,4 +1,4 @@
-"""Decode attention on a device: which kernel, compiled for what, launched how.
+"""Planning of decode attention: which kernel, compiled for what, launched how.
 
 Nothing here reads an array, so that a repeated call can look its plan up.
 """
@@ -19,40 +19,40 @@ from ...layouts import VECTOR_BYTES
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
 from . import split
 from .check import lens_of, with_check, workspaces_of_check
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, compile_for, max_seq_len_of, run
+from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, compile_for, max_seq_len_of, run_plan
 
-LONGEST_V1 = 8192  # tokens, of vLLM's rule
-MANY_ROWS = 512  # query heads of the batch from which it finds enough work in v1
+LONGEST_V1 = 8192  # tokens, by vLLM's rule
+MANY_ROWS = 512  # query heads of the batch; by that rule, more of them are enough work for v1
 
 
 def decode_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
-    """Run the call, of at least one sequence, on a device, into `out` and `lse`.
+    """Run a call with at least one sequence on a device, and store its results in `out` and `lse`.
 
     Parameters
     ----------
     device : Device
     call : AttentionCall
-        Of decode_attention.
+        A call of decode_attention.
     out : (num_seqs, num_heads, head_dim) array of q's dtype
     lse : (num_seqs, num_heads) float32 array, C-contiguous, or None
 
     Returns
     -------
     Plan
-        What has been launched.
+        The plan that has been launched.
 
     Raises
     ------
     ValueError
         Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
     """
-    launches = plan(device, call, out)
-    run(device, launches, call, out, lse)
-    return launches
+    planned = plan(device, call, out)
+    run_plan(device, planned, call, out, lse)
+    return planned
 
 
 def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernels if need be.
+    """Plan a call from its shapes, strides, dtypes and options alone, and compile kernels that are new.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
-    """What a call keeps partial results and bad entries in.
+    """The workspaces in which a call keeps partial results and bad entries.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
 
 
 def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
-    """What v1 or v2 is compiled for in a call on a device of this compute capability."""
+    """The config of v1 or v2 for a call on a device of this compute capability."""
     spec, itemsize = call.spec, call.k_cache.itemsize
     inner = (spec.block_size * VECTOR_BYTES, VECTOR_BYTES, spec.block_size * itemsize)
     return AttentionConfig(
@@ -107,7 +107,7 @@ def attention_config(call: AttentionCall, *, capability: Capability) -> Attentio
 
 
 def choose(kernel: str, max_seq_len: int, num_rows: int) -> str:
-    """The kernel for num_rows = num_seqs * num_heads and up to `max_seq_len` tokens: vLLM's rule if "auto"."""
+    """The kernel for num_rows = num_seqs * num_heads and up to `max_seq_len` tokens; "auto" follows vLLM's rule."""
     if kernel != "auto":
         return kernel
     is_short = max_seq_len <= LONGEST_V1
@@ -115,7 +115,7 @@ def choose(kernel: str, max_seq_len: int, num_rows: int) -> str:
 
 
 def num_partitions(max_seq_len: int, window: int) -> int:
-    """Partitions that the visible tokens of one sequence can lie in, at least 1."""
+    """The most partitions in which the visible tokens of one sequence can lie, at least 1."""
     return max(1, min(-(-max_seq_len // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
 
 
@@ -169,7 +169,7 @@ def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int
 
 
 def _inputs(call: AttentionCall) -> tuple[str, ...]:
-    """What v1 and v2 read, in the order of their parameters."""
+    """The names of what v1 and v2 read, in the order of their parameters."""
     return "q", "k_cache", "v_cache", "block_tables", lens_of(call), "alibi_slopes", "sinks", "k_scale", "v_scale"
 
 

@@ -1,6 +1,6 @@
-"""Launching the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
+"""Launches of the kernels on the contents of caches: write_kv, gather_kv, copy_blocks, swap_blocks.
 
-Nothing here reads an array of the device, and nothing waits for it but swap_blocks into memory that is not pinned.
+Nothing here reads an array of the device, and only swap_blocks into memory that is not pinned waits for the device.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def write_kv(device: Device, call: WriteCall) -> None:
     device : Device
         Where the arrays are.
     call : WriteCall
-        Of at least one token. If checked, tokens with slots at or past num_blocks * block_size, or at positions that
-        the tables have no row for, are skipped, and the first one is recorded.
+        A call with at least one token. If it is checked, the kernel skips tokens with slots at or past
+        num_blocks * block_size, or at positions that the tables have no row for, and records the first one.
     """
     spec = call.spec
     config = WriteConfig(
@@ -87,10 +87,10 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
     device : Device
         Where the arrays are.
     call : GatherCall
-        Of at least one token. If checked, block ids outside 0..num_blocks-1 are skipped, and the first one is
-        recorded; its tokens are not written.
+        A call with at least one token. If it is checked, the kernel skips block ids outside 0..num_blocks-1, and
+        records the first one; rows of their tokens are not written.
     k, v : (seq_len, num_kv_heads, head_dim) array, C-contiguous
-        Of the cache's dtype, or float32 for fp8 caches.
+        They have the cache's dtype, or float32 for fp8 caches.
     """
     spec = call.spec
     config = GatherConfig(
@@ -135,8 +135,8 @@ def copy_blocks(device: Device, call: CopyCall) -> None:
     device : Device
         Where all arrays are.
     call : CopyCall
-        Of at least one pair. If checked, pairs with a block that is not there are skipped, and the first one is
-        recorded.
+        A call with at least one pair. If it is checked, the kernel skips pairs with a block that does not exist, and
+        records the first one.
     """
     copies = [(cache, cache) for cache in call.caches]
     pairs = call.pairs
@@ -147,16 +147,16 @@ def swap_blocks(device: Device, call: SwapCall) -> None:
     """For every (source, destination) cache, copy the blocks pairs[:, 0] onto the blocks pairs[:, 1].
 
     From device to device it launches the kernel of `copy_blocks`; pairs on the host are copied to the device first.
-    Between host and device every run of consecutive blocks is one copy on the stream, or, where blocks are not
-    contiguous, every contiguous part of a block; see `copies`.
+    Between host and device every run of consecutive blocks is one copy on the stream or, if blocks are not contiguous,
+    every contiguous part of a block; see `copies`.
 
     Parameters
     ----------
     device : Device
         Where the arrays are that are not on the host. On the emulator that is all of them.
     call : SwapCall
-        Of at least one pair, with pairs on the host unless all caches are on the device. If checked, as in
-        `copy_blocks`, from device to device.
+        A call with at least one pair, with pairs on the host unless all caches are on the device. From device to
+        device it may be checked, as in `copy_blocks`.
     """
     copies, pairs = call.copies, call.pairs
     is_emulated = not any(isinstance(x, Shadow) for x in (pairs, *(x for both in copies for x in both)))
@@ -205,7 +205,7 @@ def _is_per_head(kind: str, scale: float | Array) -> bool:
 def _scale_arguments(
     device: Device, kind: str, k_scale: float | Array, v_scale: float | Array
 ) -> list[tuple[int, float]]:
-    """Address and number of both scales; the kernel reads one or the other."""
+    """The address and the number of both scales; the kernel reads one or the other."""
     result = []
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if not kind.startswith("fp8"):
@@ -237,7 +237,7 @@ def _report(device: Device, checked: bool) -> int:
 
 
 class BlockLayout(NamedTuple):
-    """What a block of a source and of a destination consists of.
+    """The rows of which a block of a source and of a destination consists.
 
     Attributes
     ----------
@@ -259,7 +259,7 @@ class BlockLayout(NamedTuple):
 def block_layout(
     shape: tuple[int, ...], itemsize: int, source_strides: tuple[int, ...], destination_strides: tuple[int, ...]
 ) -> BlockLayout:
-    """The BlockLayout with the fewest axes of a block of this shape and these strides, all without the block axis."""
+    """The BlockLayout with the fewest axes, for blocks of this shape and these strides, without the block axis."""
     row_bytes, num_rows = itemsize, 1
     axes: list[tuple[int, int, int]] = []  # fastest first
     for length, source, destination in zip(shape[::-1], source_strides[::-1], destination_strides[::-1], strict=True):
@@ -285,7 +285,7 @@ def _launch_copies(
     pair_stride: int,
     checked: bool,
 ) -> None:
-    """Copy in as few launches as there are kinds of caches, MAX_CACHES at a time."""
+    """Copy blocks with one launch for each kind of cache and MAX_CACHES of them."""
     alike: dict[tuple[CopyConfig, tuple[int, ...], int], list[tuple[int, int]]] = {}
     for i, (source, destination) in enumerate(copies):
         layout = block_layout(source.shape[1:], source.itemsize, source.strides[1:], destination.strides[1:])
@@ -316,7 +316,7 @@ def _launch_copies(
         )
         alike.setdefault((config, scalars, num_vectors), []).append((from_address, to_address))
     report = _report(device, checked)
-    # All before the first launch: if one of them does not compile, nothing has been written.
+    # Compile all of them before the first launch: if one does not compile, nothing has been written.
     kernels = {config: compile_for(device, make_copy_blocks, config) for config, _, _ in alike}
     for (config, scalars, num_vectors), addresses in alike.items():
         for first in range(0, len(addresses), MAX_CACHES):
@@ -336,7 +336,7 @@ def _alignment(*numbers: int) -> int:
 
 
 class _Part(NamedTuple):
-    """Bytes that are contiguous in source and destination: indices of the caches, and bytes from element 0."""
+    """Bytes that are contiguous in source and destination: the index in each cache, and bytes from its element 0."""
 
     source: tuple[slice | int, ...]
     source_offset: int
@@ -345,7 +345,7 @@ class _Part(NamedTuple):
 
 
 def _parts(source: Array, destination: Array, pairs: npt.NDArray[np.int64]) -> list[_Part]:
-    """What to copy, in as few parts as strides and pairs allow."""
+    """The parts to copy, as few as strides and pairs allow."""
     contiguous = source.ndim  # axes from here on are contiguous in both
     nbytes = source.itemsize
     while contiguous > 1 and (
@@ -373,7 +373,7 @@ def _parts(source: Array, destination: Array, pairs: npt.NDArray[np.int64]) -> l
 
 
 def _runs(pairs: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """(source, destination, number) of each run of pairs in which both blocks count up."""
+    """(source, destination, length) of each run of pairs in which both block ids count up."""
     starts = np.flatnonzero((np.diff(pairs, axis=0) != 1).any(axis=1)) + 1
     bounds = np.concatenate(([0], starts, [len(pairs)]))
     return [(int(pairs[first, 0]), int(pairs[first, 1]), int(last - first)) for first, last in pairwise(bounds)]

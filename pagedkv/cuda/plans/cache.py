@@ -1,9 +1,9 @@
-"""Plans of calls that were valid, so that the next call like one of them costs little on the host.
+"""Plans of valid calls, kept so that the next call like one of them costs little on the host.
 
 Validation reads nothing but metadata of arrays on a device. So the plan of a valid call is kept under a key of all that
-it read: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, the bucket of max_seq_len, and
-the options by value and type. For a call with a known key, it is enough to read the addresses and to compare `out` with
-the inputs.
+validation has read: shapes, strides, dtypes, devices, read-only flags, the low bits of addresses, the bucket of
+max_seq_len, and the options by value and type. For a call with a known key, it is enough to read the addresses and to
+compare `out` with the inputs.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _arrays_of, _options_of = attrgetter(*_ARRAYS), attrgetter(*_OPTIONS)
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
-class Known:
-    """A plan, for any addresses, of a call that was valid.
+class KnownCall:
+    """A plan that runs with the addresses of any call like one that was valid.
 
     Parameters
     ----------
     plan : Plan
     call : AttentionCall
-        The call of the plan.
+        The call that was planned.
     out : numpy.ndarray
         The shadow of its output.
     """
@@ -58,7 +58,7 @@ class Known:
         self._out_span = _span(out)
         self._workspaces = plan.workspaces
         names = (*_ARRAYS, "lse", *(name for name, _ in self._workspaces))
-        at = {name: i for i, name in enumerate(names)}  # any other is the null pointer, after these
+        at = {name: i for i, name in enumerate(names)}  # any other name is a null pointer, which stands behind them
         self._launches = [
             (
                 x.kernel,
@@ -69,11 +69,11 @@ class Known:
             )
             for x in plan.launches
         ]
-        # In decode the last launch alone does.
+        # In decode only the last launch stores output.
         self._fills_in_parts = call.query_starts is not None and len(self._launches) > 1
 
-    def apart(self, addresses: tuple[int, ...]) -> bool:
-        """True if `out` spans no memory that an input spans; False says that only a closer look can tell."""
+    def overlaps_no_input(self, addresses: tuple[int, ...]) -> bool:
+        """Whether `out` spans no memory that an input spans; if it does, they may still be interleaved."""
         first, last = self._out_span
         begin, end = addresses[-1] + first, addresses[-1] + last
         for i, start, stop in self._spans:
@@ -83,7 +83,7 @@ class Known:
         return True
 
     def run(self, device: driver.CudaDevice, addresses: tuple[int, ...], lse: int) -> None:
-        """Launch, with these addresses of the arguments and of the LSE (0 if there is none)."""
+        """Launch with these addresses of the arguments and of the LSE (0 if there is none)."""
         with device.lock:
             scratch = [device.scratch(name, nbytes) for name, nbytes in self._workspaces]
             addresses = (*addresses, lse, *scratch, 0)
@@ -95,7 +95,7 @@ class Known:
 
 
 def _span(x: Any) -> tuple[int, int]:
-    """Where the bytes of an array begin and end, counted from its element 0; (0, 0) where there are none."""
+    """Where the bytes of an array begin and end, counted from its element 0; (0, 0) for no array or an empty one."""
     if not isinstance(x, np.ndarray) or not x.size:
         return 0, 0
     (begin, end), address = byte_bounds(x), address_of(x)
@@ -103,17 +103,17 @@ def _span(x: Any) -> tuple[int, int]:
 
 
 class PlanCache:
-    """Known calls by their keys; all are forgotten when there are too many."""
+    """Known calls by their keys, which is emptied when there are too many."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Known] = {}
+        self._known: dict[Hashable, KnownCall] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
     def add(self, call: AttentionCall, out: Array, plan: Plan) -> None:
         """Keep the plan of a call that has been launched into `out`."""
-        known = Known(plan, call, out)
+        known = KnownCall(plan, call, out)
         try:
             key = _read(call.arguments)[1]
             if len(self._known) >= MOST_PLANS:
@@ -123,11 +123,11 @@ class PlanCache:
             return
 
     def repeat(self, arguments: AttentionArguments) -> Any:
-        """Run a call that is like an earlier valid one, and return what the operation returns; otherwise None."""
+        """Run a call that is like an earlier valid one, and return its result; None if there was none."""
         try:
             addresses, key = _read(arguments)
             known = self._known.get(key)
-        except _UNREADABLE:  # validation says what is wrong
+        except _UNREADABLE:  # validation will say what is wrong
             return None
         if known is None:
             return None
@@ -136,7 +136,7 @@ class PlanCache:
         if out is None:
             out = like.empty("out", known.shape, known.dtype, "")
             addresses = (*addresses[:-1], like.facts(out)[0])
-        elif not known.apart(addresses):
+        elif not known.overlaps_no_input(addresses):
             return None
         device = driver.cuda_device(known.ordinal, like.stream())
         if not arguments.return_lse:
@@ -148,7 +148,7 @@ class PlanCache:
 
 
 def _read(arguments: AttentionArguments) -> tuple[tuple[int, ...], Hashable]:
-    """The addresses of the arguments, 0 for all but arrays, and the key of the call."""
+    """The addresses of the arguments (0 for those that are no arrays), and the key of the call."""
     facts = [_NOTHING if x is None else _readers[x.__class__](x) for x in _arrays_of(arguments)]
     options, max_seq_len = _options_of(arguments), arguments.max_seq_len
     if max_seq_len is not None:
@@ -172,7 +172,7 @@ _NOTHING: Facts = 0, None
 
 
 class _Kinds(dict[type, type[DeviceArgument]]):
-    """The kind of device array that each type is."""
+    """The kind of device array of each type."""
 
     def __missing__(self, kind: type) -> type[DeviceArgument]:
         self[kind] = device_kind(kind)

@@ -1,4 +1,4 @@
-"""The launch of check=True before attention, and what it leaves to the kernels of attention."""
+"""The launch of check=True before attention, and the lengths that it leaves for the kernels of attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def lens_of(call: AttentionCall) -> str:
 
 
 def workspaces_of_check(call: AttentionCall) -> Workspaces:
-    """What a checked call keeps bad entries and lengths in."""
+    """The workspaces in which a checked call keeps bad entries and lengths."""
     return ((REPORT, NUM_BYTES), (_CHECKED_LENS, 4 * len(call.seq_lens))) if call.checked else ()
 
 
 def with_check(device: Device, call: AttentionCall, *launches: Launch) -> tuple[Launch, ...]:
-    """Launches of attention, after that of the check if the call is a checked one.
+    """Launches of attention, after one of the check if the call is checked.
 
-    A decode call's table may have anything before the window; those blocks may have been freed.
+    Before the window the table of a decode call may hold anything, since those blocks may have been freed.
     """
     if not call.checked:
         return launches

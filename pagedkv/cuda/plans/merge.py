@@ -1,4 +1,4 @@
-"""Launching merge_states."""
+"""Launches of merge_states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .plan import compile_for
 
 
 class _State(NamedTuple):
-    """Addresses and, in bytes, row and head stride of an output and row stride of an LSE."""
+    """The addresses of an output and its LSE; strides of rows and heads of the output, and of rows of the LSE."""
 
     out: int
     lse: int
@@ -23,7 +23,7 @@ class _State(NamedTuple):
 
 
 def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> None:
-    """Fill out and lse with the attention over all keys of the states.
+    """Fill out and lse with attention over the keys of all states.
 
     Up to 8 states take one launch. Each further launch takes the result so far, in float32, and up to 7 more.
 
@@ -32,9 +32,9 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
     device : Device
         Where all arrays are.
     call : MergeCall
-        Of at least one row.
+        A call with at least one row.
     out : (rows, num_heads, head_dim) array, C-contiguous
-        Of the dtype of the states.
+        It has the dtype of the states.
     lse : (rows, num_heads) float32 array, C-contiguous
     """
     num_rows, num_heads, head_dim = out.shape
@@ -57,7 +57,7 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
         target = result
         if states:
             strides = num_heads * head_dim * 4, head_dim * 4, num_heads * 4
-            # Another workspace each time: a launch reads the last one while it writes.
+            # Two workspaces in turn: a launch reads the one of the launch before while it writes the other.
             names = f"merge_out_{turn % 2}", f"merge_lse_{turn % 2}"
             target = _State(device.scratch(names[0], sizes[0]), device.scratch(names[1], sizes[1]), strides, "float32")
             states = [target, *states]
@@ -78,7 +78,7 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
 
 
 def _elements(itemsize: int, head_dim: int, states: Sequence[_State]) -> int:
-    """Elements of a vector for which every address of every state is aligned."""
+    """The most elements of a vector for which every address of every state is aligned."""
     bits = VECTOR_BYTES | head_dim * itemsize
     for state in states:
         bits |= state.out | state.strides[0] | state.strides[1]

@@ -1,4 +1,4 @@
-"""What a call launches. It follows from shapes, strides, dtypes and options alone; a call adds its addresses."""
+"""What a call launches, which follows from shapes, strides, dtypes and options alone; a call adds its addresses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WGMMA = "PAGEDKV_WGMMA"  # "1": prefill on 9.0 takes the kernel on warpgroups
 
 
 def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:
-    """`compile_kernel` for a device's compute capability, with line info if it wants that."""
+    """Compile a kernel for a device's compute capability, with line info if the device wants it."""
     return compile_kernel(make, config, device.capability, lineinfo=device.lineinfo)
 
 
 def max_seq_len_of(call: AttentionCall) -> int:
-    """The longest sequence that a call is planned for: its bound, rounded up within the capacity of the tables.
+    """The longest sequence that a plan allows: the call's bound, rounded up within the capacity of the tables.
 
-    Kernels compare lengths with it, so that calls with bounds of one bucket have one plan.
+    Kernels compare lengths with it, so calls whose bounds are in one bucket share a plan.
     """
     return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size, LONGEST)
 
@@ -44,18 +44,18 @@ def cache_strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
 
 
 def bits_of(number: float) -> int:
-    """The bits of a float32: converting a float64 in the kernel would take registers."""
+    """The bits of a float32; converting a float64 in the kernel would take registers."""
     return int(np.float32(number).view(np.uint32))
 
 
 def is_modified(call: AttentionCall) -> bool:
-    """True where logits are changed by a softcap, ALiBi slopes or a `score_mod`."""
+    """Whether a softcap, ALiBi slopes or a `score_mod` changes logits."""
     options = call.options
     return bool(options.softcap or options.alibi_slopes is not None or options.score_mod)
 
 
 def is_wide(call: AttentionCall, cache: Array, vector_bytes: int = 16) -> bool:
-    """True if offsets of rows, in vectors of at most so many bytes, do not fit into 32 bits or may be negative."""
+    """Whether offsets of rows, in vectors of at most so many bytes, exceed 32 bits or may be negative."""
     block, token, _ = cache_strides(call, cache)
     vector = min(vector_bytes, call.spec.head_dim * cache.itemsize & -(call.spec.head_dim * cache.itemsize))
     last = max(call.spec.num_blocks - 1, 0) * block + (call.spec.block_size - 1) * token
@@ -64,14 +64,14 @@ def is_wide(call: AttentionCall, cache: Array, vector_bytes: int = 16) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a plan: its arguments are the addresses of `pointers`, then `scalars`.
+    """One launch of a plan. Its arguments are the addresses of `pointers`, then `scalars`.
 
     Attributes
     ----------
     kernel : CompiledKernel
     grid : tuple of int
     pointers : tuple of str
-        Names of arrays and workspaces; one that the call does not have is the null pointer.
+        Names of arrays and workspaces; a name that the call does not have is a null pointer.
     scalars : tuple of int and float
     shared_bytes : int
         Dynamic shared memory of a block.
@@ -104,8 +104,8 @@ def arrays_of(call: AttentionCall) -> dict[str, Any]:
     }
 
 
-def run(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Launch a plan with the addresses of a call."""
+def run_plan(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    """Launch a plan with the addresses of a call's arrays."""
     for launch in launches_of(device, plan, call, out, lse):
         device.launch(*launch)
 

@@ -50,36 +50,36 @@ from .plan import (
     is_modified,
     is_wide,
     max_seq_len_of,
-    run,
+    run_plan,
 )
 
-_OF_PARTS = ("prefill_sums", "prefill_states")
+_STATES = ("prefill_sums", "prefill_states")
 
 
 def prefill_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
-    """Run the call, of at least one row and one sequence, on a device, into `out` and `lse`.
+    """Run a call with at least one row and one sequence on a device, and store its results in `out` and `lse`.
 
     Parameters
     ----------
     device : Device
     call : AttentionCall
-        Of prefill_attention.
+        A call of prefill_attention.
     out : (num_tokens, num_heads, head_dim) array of q's dtype
-        Rows that no sequence has stay as they are.
+        Rows that belong to no sequence stay as they are.
     lse : (num_tokens, num_heads) float32 array, C-contiguous, or None
 
     Returns
     -------
     Plan
-        What has been launched.
+        The plan that has been launched.
     """
-    launches = plan(device, call, out)
-    run(device, launches, call, out, lse)
-    return launches
+    planned = plan(device, call, out)
+    run_plan(device, planned, call, out, lse)
+    return planned
 
 
 def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernel if need be.
+    """Plan a call from its shapes, strides, dtypes and options alone, and compile kernels that are new.
 
     Raises
     ------
@@ -93,7 +93,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
-    """What a call keeps partial results in, and what a check has found.
+    """The workspaces in which a call keeps partial results, and a check what it has found.
 
     Raises
     ------
@@ -119,17 +119,17 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     shape = PartShape(config)
     num_states = min(_rows_of(call)) * call.spec.num_kv_heads * _most_parts(call, shape)
     sizes = (FLOAT_BYTES * num_states * config.head_dim, FLOAT_BYTES * num_states * 2)
-    return (*zip(_OF_PARTS, sizes, strict=True), *needed)
+    return (*zip(_STATES, sizes, strict=True), *needed)
 
 
 class _Kernel(NamedTuple):
-    """A kernel for a call: its arguments beside those that all kernels take."""
+    """A kernel for a call, with the arguments that not all kernels take."""
 
     make: Callable[[Any], KernelSource]
     config: Any
     grid: tuple[int, int, int]
     shared_bytes: int
-    scalars: tuple[int, ...]  # the last of them strides
+    scalars: tuple[int, ...]  # strides come last
     pointers: tuple[str, ...] = ()
 
 
@@ -178,15 +178,15 @@ def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) ->
 
 
 def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> list[_Kernel]:
-    """The kernel that splits keys, for sequences of few rows and at least `least_keys` keys, and that which merges."""
+    """The kernels that split keys and merge states, for sequences with few rows and at least `least_keys` keys."""
     shape, (of_tokens, of_seqs) = PartShape(config), _rows_of(call)
     most_parts, num_columns = _most_parts(call, shape), len(call.seq_lens) * call.spec.num_kv_heads
     scalars = (least_keys, most_parts, int(of_tokens < of_seqs), *strides)
     grid = (num_columns * shape.tiles_of_sequence, -(-most_parts // shape.num_warps), 1)
-    merges = replace(config, wide=False, score_mod=None)  # it reads no cache, and no logits
+    merging = replace(config, wide=False, score_mod=None)  # the merge reads neither caches nor logits
     return [
-        _Kernel(make_prefill_split, config, grid, split.dynamic_bytes(config), scalars, _OF_PARTS),
-        _Kernel(make_prefill_merge, merges, (num_columns * FEW_ROWS, 1, 1), 0, scalars, _OF_PARTS),
+        _Kernel(make_prefill_split, config, grid, split.dynamic_bytes(config), scalars, _STATES),
+        _Kernel(make_prefill_merge, merging, (num_columns * FEW_ROWS, 1, 1), 0, scalars, _STATES),
     ]
 
 
@@ -195,7 +195,7 @@ def _most_parts(call: AttentionCall, shape: PartShape) -> int:
 
 
 def _rows_of(call: AttentionCall) -> tuple[int, int]:
-    """Rows of a KV head that may have partial results: those of all tokens, and the most that few rows are."""
+    """Rows of a KV head that may have partial results: those of all tokens, and FEW_ROWS of each sequence."""
     return call.q.shape[0] * group_size_of(call), len(call.seq_lens) * FEW_ROWS
 
 
@@ -227,7 +227,7 @@ def _strides(call: AttentionCall, out: Array) -> tuple[int, ...]:
 
 
 def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfig:
-    """What the kernel on tensor cores is compiled for in a call on a device of this compute capability."""
+    """The config of the kernel on tensor cores for a call on a device of this compute capability."""
     spec = call.spec
     return TensorConfig(
         head_dim=spec.head_dim,
@@ -245,7 +245,7 @@ def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfi
 
 
 def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
-    """What the kernel on CUDA cores is compiled for in a call on a device of this compute capability."""
+    """The config of the kernel on CUDA cores for a call on a device of this compute capability."""
     spec = call.spec
     return CoresConfig(
         head_dim=spec.head_dim,
@@ -258,7 +258,7 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
 
 
 def uses_wgmma(config: TensorConfig, *, capability: Capability) -> bool:
-    """True where the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
+    """Whether the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
     return capability == (9, 0) and is_on(WGMMA) and takes(config)
 
 
@@ -268,15 +268,15 @@ def group_size_of(call: AttentionCall) -> int:
 
 
 def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
-    """True if some sequence may have few rows that see more keys than a warp takes, whatever the lengths are."""
+    """Whether some sequence may have few rows that see more keys than a warp takes, whatever the lengths are."""
     seen = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
     return config.can_split and not call.exact and config.group_size <= FEW_ROWS and seen > PART
 
 
 def suits_tensor_cores(call: AttentionCall) -> bool:
-    """True where elements of q and of the cache are operands of tensor cores, in rows that registers have room for.
+    """Whether tensor cores multiply elements of q and of the cache, and have registers for their rows.
 
-    Masks, padding and slopes of each sequence are left to CUDA cores: on tensor cores they would cost all others
+    CUDA cores take masks, padding and slopes of each sequence: on tensor cores these would cost all other calls
     registers.
     """
     spec, q_kind = call.spec, call.q.dtype.name

@@ -1,4 +1,4 @@
-"""Launching apply_rotary."""
+"""The launch of apply_rotary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...kernels.rotary import NUM_THREADS, RotaryConfig, make_apply_rotary
 from ..device import LARGEST_GRID_Y, REPORT, Device
 from .plan import compile_for
 
-HEADS = 4  # that a thread rotates by the cosines and sines that it loads
+HEADS = 4  # heads that a thread rotates by the cosines and sines that it loads
 
 
 def apply_rotary(device: Device, call: RotaryCall, q_out: Array, k_out: Array | None) -> None:
@@ -20,10 +20,10 @@ def apply_rotary(device: Device, call: RotaryCall, q_out: Array, k_out: Array | 
     device : Device
         Where all arrays are.
     call : RotaryCall
-        Of at least one token and one head. If checked, tokens at positions that the tables have no row for are
-        skipped, and the first one is recorded.
+        A call with at least one token and one head. If it is checked, the kernel skips tokens at positions that the
+        tables have no row for, and records the first one.
     q_out, k_out : (num_tokens, heads, head_dim) array
-        q and k themselves, or arrays that overlap nothing; None for k stands where the call has none.
+        q and k themselves, or arrays that overlap nothing; None if the call has no k.
     """
     q, k, cos, sin, positions = call.q, call.k, call.cos, call.sin, call.positions
     num_tokens, num_heads, head_dim = q.shape

@@ -1,7 +1,7 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
-The grid follows from the bound on lengths, which is the capacity of the block tables if nothing better is known, and
-the window, never from lengths: the host does not read those of a device.
+The grid follows from the window and from the bound on lengths, which is the capacity of the block tables if nothing
+better is known. It never follows from lengths: the host does not read those of a device.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .plan import (
 
 
 def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """What a call launches, from its shapes, strides, dtypes and options alone; compiles the kernel if need be.
+    """Plan a call from its shapes, strides, dtypes and options alone, and compile the kernel if it is a new one.
 
     Parameters
     ----------
     device : Device
     call : AttentionCall
-        Of decode_attention, in layout NHD or HND, of at least one sequence.
+        A call of decode_attention, in layout NHD or HND, with at least one sequence.
     out : (num_seqs, num_heads, head_dim) array
-        Its strides matter.
+        Only its strides matter.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
 
 
 def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
-    """What the kernel keeps the partial results of splits in, and counts the splits of a column in.
+    """The workspaces in which the kernel keeps partial results, and counts the splits of a grid column.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def _most_splits(call: AttentionCall, config: SplitConfig) -> int:
 
 
 def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:
-    """What the kernel is compiled for in a call on a device of this compute capability."""
+    """The config of the kernel for a call on a device of this compute capability."""
     spec = call.spec
     return SplitConfig(
         head_dim=spec.head_dim,
