@@ -1,1 +1,1 @@
-"""``python -m pagedkv bench``: speed of the package, beside that of the machine and of other libraries."""
+"""``python -m pagedkv bench``: the speed of the package, compared with the machine and with other libraries."""

@@ -1,4 +1,4 @@
-"""Who takes part in a bench: made, compared with what is right, timed in turns, and compared once more."""
+"""Contests: make contestants, check their results, time those that are right in turns, and check again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NOT_INSTALLED = " is not installed"
 
 
 class Refused(Exception):
-    """A contestant does not support the problem; the message says why."""
+    """Raised by a contestant that does not support the problem; the message says why."""
 
 
 def reason(error: Exception) -> str:
-    """Why a contestant has no time: the first line of the error, with its type unless that adds nothing."""
+    """Explain why a contestant has no time: the first line of its error, with its type unless that adds nothing."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name}{NOT_INSTALLED}"
     first = (str(error).strip().splitlines() or [""])[0]
@@ -30,7 +30,7 @@ def reason(error: Exception) -> str:
 
 
 class Sample(NamedTuple):
-    """The time of a call, or the mean of a few.
+    """The time of a call, or the mean time of a few calls.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ Timer = Callable[[Call], Callable[[], Sample]]
 
 
 def on_host(call: Call, pause: float = PAUSE, clock: Callable[[], float] = time.perf_counter) -> Callable[[], Sample]:
-    """Warm a call up; returns what takes a sample of it, after a pause."""
+    """Warm a call up, and return a function that takes a sample of it after a pause."""
     call()
 
     def take() -> Sample:
@@ -63,7 +63,7 @@ def on_host(call: Call, pause: float = PAUSE, clock: Callable[[], float] = time.
 
 
 def interleaved(calls: Mapping[str, Call], repeats: int, timer: Timer = on_host) -> dict[str, list[Sample]]:
-    """`repeats` samples of each call, in turns so that drift hits all alike."""
+    """Take `repeats` samples of each call in turns, so that drift affects all calls alike."""
     timed = {name: timer(call) for name, call in calls.items()}
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -86,7 +86,7 @@ def spread(values: list[float]) -> float:
 
 @dataclass
 class Contest:
-    """The result.
+    """The result of a contest.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Contest:
     runs: int = 0
 
     def times(self, name: str) -> list[float] | None:
-        """Seconds of each sample; None for a contestant without any."""
+        """The seconds of each sample; None for a contestant without any."""
         return [each.seconds for each in self.samples[name]] if name in self.samples else None
 
     def seconds(self, name: str) -> float | None:
@@ -135,7 +135,7 @@ def contest(
     most_runs: int = 1,
     progress: Callable[[str], Any] = lambda name: None,
 ) -> Contest:
-    """Time the contestants that are right, in turns with `others`.
+    """Time the contestants whose results are right, in turns with `others`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Speed of the memory manager, beside one of Python lists in the style of nano-vLLM."""
+"""Bench of the memory manager, beside one made of Python lists in the style of nano-vLLM."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def run(*, repeats: int = 9, progress: Callable[[str], Any] = print, quick: bool
 def _life(
     table: Any, num_seqs: int, other_kind: Callable[[list[int]], Any] | None = None
 ) -> Iterator[list[tuple[str, float]]]:
-    """Add, decode, fork, truncate and free sequences.
+    """Run one life of sequences: add, decode, fork, truncate and free.
 
     Yields times after each operation, so that managers can take turns. With `other_kind`, decode steps are timed with
     that kind of handles too.
@@ -182,7 +182,7 @@ def _decode_step(table: Any, handles: Any) -> None:
 
 
 def _time(call: Callable[[], object]) -> float:
-    """The microseconds of a call."""
+    """Measure the microseconds of a call."""
     start = perf_counter_ns()
     call()
     return (perf_counter_ns() - start) / 1000

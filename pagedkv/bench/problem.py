@@ -1,4 +1,4 @@
-"""What contestants compute: cells of shapes and dtypes, their arrays, and what should come out."""
+"""The problems that contestants compute: cells of shapes and dtypes, their arrays, and the right results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CHECKED_ROWS, CHECKED_SEQS = 32, 4
 
 
 def span(values: Sequence[int]) -> str:
-    """The value of all, or the least and the greatest."""
+    """Write values as one number if they are equal, otherwise as the least and the greatest."""
     return str(values[0]) if min(values) == max(values) else f"{min(values)}..{max(values)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Shapes and dtypes of one call.
+    """The shapes and dtypes of one call.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class Cell:
 
     @property
     def num_bytes(self) -> int:
-        """The least that a kernel has to read: K and V of every token of every sequence, once.
+        """The bytes that a kernel has to read at least: K and V of every token of every sequence, once.
 
         ``2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize``, where 2 stands for K and V. Leaves out q and the
         result (together G / L of this with a 16-bit cache and equal lengths: 0.2 % for G = 4 and L = 2048), block
@@ -97,7 +97,7 @@ class Cell:
 
     @property
     def num_flops(self) -> int:
-        """Operations of Q K^T and P V, of pairs that the mask leaves: 4 for each dim, query head and pair.
+        """Operations of Q K^T and P V for pairs that the mask keeps: 4 for each dim, query head and pair.
 
         Whole tiles past the diagonal, and the softmax, do not count.
         """
@@ -106,7 +106,7 @@ class Cell:
         return 4 * self.head_dim * self.num_heads * pairs
 
     def columns(self, operation: str) -> Row:
-        """The first columns of a row about it; those of "prefill" name query tokens, too."""
+        """The first columns of a row about the cell; for prefill they name query tokens, too."""
         sizes = {"B": len(self.seq_lens), "Hq": self.num_heads, "Hkv": self.num_kv_heads, "D": self.head_dim}
         queries = {"n": span(self.query_lens)} if operation == "prefill" else {}
         rest = {"L": span(self.seq_lens), "P": self.block_size, "q": self.dtype, "kv": self.kv_kind}
@@ -115,7 +115,7 @@ class Cell:
 
 
 class BenchProblem:
-    """The arrays of a cell on the host, with normal values and with blocks in random order.
+    """The arrays of a cell on the host: normally distributed values, in blocks in random order.
 
     Attributes
     ----------
@@ -172,7 +172,7 @@ class BenchProblem:
 
     @cached_property
     def _parts(self) -> list[tuple[int, int, int]]:
-        """(sequence, first row, row after the last one) of what is compared."""
+        """(sequence, first row, row after the last one) for each part that is compared."""
         query_lens = self.cell.query_lens
         num_seqs = len(query_lens) if max(query_lens) == 1 else min(len(query_lens), CHECKED_SEQS)
         parts = set()

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in a long bench; `rows` holds what it had measured."""
+    """Ctrl-C in a long bench; `rows` holds what was measured before it."""
 
     def __init__(self, rows: list[Row]) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def machine() -> dict[str, str]:
-    """What identifies this machine and its software."""
+    """Identify this machine and its software."""
     versions = {}
     for package in ("pagedkv", "numpy", "numba", "llvmlite", "torch", "transformers"):
         try:
@@ -49,19 +49,19 @@ def _processor() -> str:
 
 
 def as_json(rows: list[Row]) -> str:
-    """The machine and the rows, each of which has a line."""
+    """Format the machine and the rows as JSON, one row to a line."""
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     return f'{{\n "machine": {json.dumps(machine())},\n "rows": [\n{lines}\n ]\n}}'
 
 
 def _without_samples(rows: list[Row]) -> list[Row]:
-    """Rows without the columns that are lists, which JSON alone has room for."""
+    """Drop the columns that are lists, which only JSON has room for."""
     lists = {name for row in rows for name, value in row.items() if isinstance(value, list)}
     return [{name: value for name, value in row.items() if name not in lists} for row in rows]
 
 
 def as_csv(rows: list[Row]) -> str:
-    """One table, with the union of all columns but those of samples."""
+    """Format all rows as one CSV table with the union of their columns, without samples."""
     rows = _without_samples(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
@@ -72,12 +72,12 @@ def as_csv(rows: list[Row]) -> str:
 
 
 def as_table(rows: list[Row]) -> str:
-    """The machine, and `as_tables`."""
+    """Format the machine and the rows as text."""
     return "\n\n".join([", ".join(f"{name} {value}" for name, value in machine().items()), as_tables(rows)])
 
 
 def as_tables(rows: list[Row]) -> str:
-    """One table for each run of rows with the same columns, without those of samples."""
+    """Format each run of rows with the same columns as a text table, without samples."""
     lines: list[str] = []
     columns: list[str] = []
     group: list[Row] = []

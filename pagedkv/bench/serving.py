@@ -1,4 +1,4 @@
-"""Speed of what a server asks of the memory manager: prompts with a prefix cache, decode steps, the scheduler."""
+"""Bench of the memory manager in a server: prompts with a prefix cache, decode steps, the scheduler."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def run(nums_seqs: tuple[int, ...], num_running: int, num_waiting: int, repeats:
 
 
 def _cache(num_blocks: int, max_seqs: int, max_seq_len: int) -> PagedKVCache:
-    """Blocks of a few bytes: nothing is computed."""
+    """Make a cache with blocks of a few bytes, since nothing is computed."""
     return PagedKVCache(1, num_blocks, BLOCK_SIZE, 1, 8, max_seqs=max_seqs, max_seq_len=max_seq_len)
 
 
 def _time(call: Callable[[], Any]) -> float:
-    """The microseconds of processor time that a call takes."""
+    """Measure the microseconds of processor time that a call takes."""
     start = process_time_ns()
     call()
     return (process_time_ns() - start) / 1000
@@ -95,7 +95,7 @@ def _decode_steps(rng: np.random.Generator, num_seqs: int) -> list[float]:
 
 
 def _scheduler_steps(rng: np.random.Generator, num_running: int, num_waiting: int) -> list[float]:
-    """The pool has room for the steps, and one block too few for the long request at the head of those that wait."""
+    """Time steps in a pool with room for them, and one block too few for the long request that waits first."""
     lens = rng.integers(64, NUM_TOKENS + 1, num_running + num_waiting)
     before, after = (int((-(-(lens[:num_running] + n) // BLOCK_SIZE)).sum()) for n in (0, NUM_STEPS))
     long = (after - before) * BLOCK_SIZE + 1

@@ -1,4 +1,4 @@
-"""Models of transformers on pagedkv, beside their own attention: a small Llama with random weights on the CPU."""
+"""Bench of a model of transformers on pagedkv, beside its own attention: a small Llama on the CPU."""
 
 from __future__ import annotations
 

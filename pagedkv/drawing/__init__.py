@@ -1,4 +1,4 @@
-"""Pictures: the map of a pool, the bytes and banks that lanes take, and whether matplotlib is here for the others."""
+"""Pictures as SVG: the map of a pool, and the bytes and banks that lanes access; and the check for matplotlib."""
 
 from .lane_map import LaneAccess, draw_banks, draw_bytes
 from .svg import Svg

@@ -1,4 +1,4 @@
-"""Whether matplotlib is here, which draws what ``--plot`` writes."""
+"""The check for matplotlib, which draws the charts of ``--plot``."""
 
 from __future__ import annotations
 

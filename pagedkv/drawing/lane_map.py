@@ -1,4 +1,4 @@
-"""Which lanes of a warp meet which bytes: of an array in its sectors, or of shared memory in its banks."""
+"""Pictures of the bytes that lanes of a warp access: of an array by sector, of shared memory by bank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAX_ROWS = 32
 
 @runtime_checkable
 class LaneAccess(Protocol):
-    """What is drawn: the accesses of ``WarpTrace.accesses``, or anything with these.
+    """An access to draw: one of ``WarpTrace.accesses``, or any object with these attributes.
 
     Attributes
     ----------
     array : str
         Name of the array.
     size : int
-        Bytes of each lane.
+        Bytes that each lane accesses.
     offsets : (lanes,) int64
-        The first byte of each lane, counted from the array's lowest byte; -1 for lanes that take no part.
+        The first byte of each lane, counted from the array's lowest byte; -1 for lanes without an access.
     phase : int
         The address of that lowest byte modulo 128.
     """
@@ -43,17 +43,17 @@ class LaneAccess(Protocol):
 
 
 def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> Svg:
-    """Draw the bytes of one array that a warp meets, in rows of 128 bytes, four sectors.
+    """Draw the bytes of one array that a warp accesses, in rows of 128 bytes or four sectors.
 
-    A box is what one lane, or several, take at once; it says which, and its colour is the instruction. Sectors that
-    have to move are shaded: shade without a box is memory traffic that no lane asked for.
+    A box shows the bytes that a lane, or several, access at once; its text names the lanes and its colour the
+    instruction. Sectors that have to move are shaded: a shade without a box is traffic that no lane asked for.
 
     Parameters
     ----------
     accesses : sequence of LaneAccess
         Accesses to one array, such as ``trace.accesses("k_cache")``.
     max_rows : int
-        Rows to draw. Rows between them that no lane meets are left out anyway.
+        The most rows to draw. Rows that no lane accesses are left out.
 
     Returns
     -------
@@ -63,9 +63,9 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
     Raises
     ------
     TypeError
-        Something else was passed, such as one access, or the steps of a trace.
+        `accesses` is something else, such as one access, or the steps of a trace.
     ValueError
-        There are no accesses, they are to several arrays, or no lane takes part in them.
+        There are no accesses, they are to several arrays, or have no lanes.
 
     Examples
     --------
@@ -123,10 +123,10 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
 
 
 def draw_banks(access: LaneAccess) -> Svg:
-    """Draw one access to shared memory: the 32 banks, and the wavefronts in which they are passed.
+    """Draw one access to shared memory: the 32 banks, and the wavefronts that serve it.
 
-    Lanes whose words lie in one bank but are not the same word need a wavefront each: a bank conflict. Lanes that take
-    8 or 16 bytes go by half or quarter warp.
+    Lanes that access different words of one bank need a wavefront each, which is a bank conflict. Accesses of 8 or 16
+    bytes are served by half or quarter warp.
 
     Parameters
     ----------
@@ -141,9 +141,9 @@ def draw_banks(access: LaneAccess) -> Svg:
     Raises
     ------
     TypeError
-        It is something else, such as a list of accesses.
+        `access` is something else, such as a list of accesses.
     ValueError
-        No lane takes part, or the access is to global memory, which has no banks.
+        The access has no lanes, or is to global memory, which has no banks.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def draw_banks(access: LaneAccess) -> Svg:
 
 
 def bank_wavefronts(access: LaneAccess) -> tuple[list[dict[int, tuple[int, list[int]]]], int]:
-    """Of each wavefront the banks, with their word and its lanes; and how many there would be without conflicts."""
+    """The banks of each wavefront with their word and its lanes, and the number of wavefronts without conflicts."""
     words = max(1, access.size // WORD_BYTES)
     found: list[dict[int, tuple[int, list[int]]]] = []
     fewest = 0
@@ -201,7 +201,7 @@ def bank_wavefronts(access: LaneAccess) -> tuple[list[dict[int, tuple[int, list[
 
 
 def lane_list(lanes: Iterable[int]) -> str:
-    """Lanes in words, runs of them shortened."""
+    """Write lanes as text, with runs shortened."""
     runs: list[list[int]] = []
     for lane in lanes:
         if runs and lane == runs[-1][1] + 1:
@@ -242,7 +242,7 @@ def _row(top: float, words: str, moved: set[int]) -> list[str]:
 
 
 def _legend(parts: list[str], top: float, count: int) -> float:
-    """The colour of each instruction; the height where it ends."""
+    """Draw the colour of each instruction; return where the legend ends."""
     shown = min(count, len(COLOURS))
     for number in range(shown):
         x = LEFT + number * 64
@@ -255,7 +255,7 @@ def _legend(parts: list[str], top: float, count: int) -> float:
 
 
 def _fitting(lanes: list[int], width: float) -> str:
-    """The lanes, if there is room for them; else how many, as in "8x", or nothing."""
+    """The lanes if there is room for them, otherwise how many, as in "8x", or nothing."""
     words = lane_list(lanes).partition(" ")[2]
     short = words if len(words) * 6 <= width + 2 else f"{len(lanes)}x"
     return short if len(short) * 6 <= width + 2 else ""

@@ -1,4 +1,4 @@
-"""PoolMap: which sequence has which block of a pool, as characters and as a picture for notebooks."""
+"""PoolMap: which sequence holds which block of a pool, as text and as a picture for notebooks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """What stands in each square or character of a map; (num_cells,) unless it says otherwise.
+    """The contents of each square or character of a map; (num_cells,) unless it says otherwise.
 
     Attributes
     ----------
     per_cell : int
-        Blocks that a cell stands for.
+        Blocks per cell.
     seqs : (num_seqs,) int64
-        The handles that are the only one of a cell, in order.
+        The handles that are alone in a cell, in order.
     rank : int64
-        Which of these has the blocks in use; NOBODY where none has one, or several have.
+        The index in `seqs` of the sequence that is alone in the cell; NOBODY for none or several.
     used, shared, cached : bool
-        Whether any block is in use; has more than one reference; is free but can be found by its tokens.
+        Whether any block is in use, is shared, or is free but can be found by its tokens.
     fill : float64
         The share of all its slots that hold a token.
     """
@@ -47,12 +47,12 @@ class _Cells:
 
 @dataclass(frozen=True, slots=True)
 class PoolMap:
-    """The blocks of a pool, drawn in their order.
+    """A map of the blocks of a pool in their order.
 
     Attributes
     ----------
     owners : (N,) int64
-        The handle of a sequence that has the block; -1 if none has it.
+        The handle of a sequence that holds each block; -1 for none.
     ref_counts : (N,) int32
         References to each block.
     fills : (N,) int32
@@ -70,7 +70,7 @@ class PoolMap:
     cached: BoolArray | None = None
 
     def to_text(self, width: int = COLUMNS) -> str:
-        """A map in characters, `width` to a line and 16 lines at most, with a legend."""
+        """Draw the map in characters, `width` to a line and at most 16 lines, with a legend."""
         cells = self._cells(width)
         full = cells.fill == 1
         letters = np.array(list(LETTERS))[cells.rank % len(LETTERS)]
@@ -86,7 +86,7 @@ class PoolMap:
         return "\n".join([*lines, f"{'  '.join(kinds)}; {_scale(cells, 'character')}"])
 
     def to_html(self) -> str:
-        """A picture for notebooks: one SVG of 1,024 squares at most, without scripts, and a legend."""
+        """Draw the map as SVG for notebooks, with at most 1,024 squares, a legend and no scripts."""
         cells = self._cells(COLUMNS)
         count = len(cells.rank)
         at = [divmod(i, COLUMNS) for i in range(count)]
@@ -120,7 +120,7 @@ class PoolMap:
 
     @staticmethod
     def _groups(cells: _Cells) -> list[tuple[str, str, BoolArray]]:
-        """Title, colour and cells: of each sequence, or of each colour if there are too many sequences to name."""
+        """The title, colour and cells of each sequence, or of each colour if there are too many sequences to name."""
         alone = cells.rank != NOBODY
         groups = [("", SEVERAL, cells.used & ~alone)]
         if len(cells.seqs) > MAX_TITLES:

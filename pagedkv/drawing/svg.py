@@ -1,4 +1,4 @@
-"""Pieces of SVG for light and dark pages, in files, on pages and in notebooks."""
+"""Elements of SVG pictures for light and dark pages and notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STYLE = (
 
 
 class Svg(str):
-    """A picture as the text of an SVG file; a notebook shows it."""
+    """A picture: the text of an SVG file, which a notebook shows."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class Svg(str):
 
 
 def svg(width: float, height: float, title: str, description: str, parts: Sequence[str]) -> Svg:
-    """A whole picture; those who do not see it get the title and the description."""
+    """Make a picture from its parts; screen readers read the title and the description."""
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="lanes" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" font-family="system-ui, sans-serif">\n'
@@ -34,13 +34,13 @@ def svg(width: float, height: float, title: str, description: str, parts: Sequen
 
 
 def text(x: float, y: float, words: object, size: int = 12, anchor: str = "start", pale: bool = False) -> str:
-    """A line of text."""
+    """Make a line of text."""
     kind = ' class="pale"' if pale else ""
     return f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}"{kind}>{escape(str(words))}</text>'
 
 
 def cell(x: float, y: float, width: float, height: float, colour: str, words: str, title: str) -> str:
-    """A box in a colour, with words in its middle, and a title for the pointer."""
+    """Make a coloured box with words in its middle and a tooltip."""
     return (
         f'<g><title>{escape(title)}</title><rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
         f'fill="{colour}" fill-opacity=".28" stroke="{colour}"/>'

@@ -1,1 +1,1 @@
-"""``python -m pagedkv info``: what is installed here, what of pagedkv works, and what to install for the rest."""
+"""``python -m pagedkv info``: what is installed, which uses of pagedkv work, and what to install for the others."""

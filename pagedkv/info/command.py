@@ -1,6 +1,6 @@
-"""What the command prints: one table of what is here, and one of what works.
+"""The tables that the command prints: what is installed, and which uses of pagedkv work.
 
-It is for machines on which something does not work: whatever a probe raises becomes its answer.
+It must run on machines where something does not work, so an error of a probe becomes its answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGES = (
     *("numpy", "numba", "llvmlite", "ml_dtypes", "numba-cuda", "cuda-core", "cuda-bindings"),
     *("cupy-cuda13x", "cupy-cuda12x", "torch", "transformers", "matplotlib"),
 )
-# What is imported for each use, beside the kernels, the extra that brings it, and what of pagedkv asks for its version.
+# For each use: the module that it needs, the extra that installs it, and a module of pagedkv that checks its version.
 EXTRAS = {
     "torch tensors": ("torch", "torch"),
     "models of transformers": ("transformers", "transformers", "pagedkv.integrations.transformers"),
@@ -37,12 +37,12 @@ _OWN = "set PAGEDKV_CACHE_DIR to a folder of your own"
 
 
 def run(*, progress: Callable[[str], Any]) -> list[Row]:
-    """Look at this machine.
+    """Describe this machine.
 
     Returns
     -------
     list of dict
-        A row for each thing that is here or is not, then one for each use.
+        A row for each fact, then one for each use.
     """
     progress("looking at what is installed")
     driver = _answer(find_driver)
@@ -69,7 +69,7 @@ def run(*, progress: Callable[[str], Any]) -> list[Row]:
 
 
 def _answer(probe: Callable[..., Any], *args: Any) -> Any:
-    """What a probe finds, or why it cannot."""
+    """The result of a probe, or the message of its error."""
     try:
         return probe(*args)
     except BackendUnavailableError as error:
@@ -97,7 +97,7 @@ def _compiler() -> str:
 
 
 def _cache(kind: str) -> str:
-    """Where kernels are kept, and how many there are."""
+    """Where kernels of a kind are kept, and how many there are."""
     directory = cache_dir(kind)
     if directory is None:
         return "nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR"
@@ -130,7 +130,7 @@ def _imported(module: str, extra: str, ours: str | None = None) -> str | None:
 
 
 def _gpu(driver: Driver | str | None) -> str | None:
-    """Why no kernel can run on a GPU; None if one can."""
+    """What is missing to run kernels on a GPU; None if nothing is."""
     if driver is None:
         return "a GPU with the NVIDIA driver"
     if isinstance(driver, str):

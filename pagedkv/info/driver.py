@@ -1,4 +1,4 @@
-"""What the CUDA driver says of itself and of the GPUs, asked without any package."""
+"""Facts about the CUDA driver and the GPUs, read without any package."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 class Driver(NamedTuple):
-    """The driver of this machine.
+    """The CUDA driver of this machine, and its GPUs.
 
     Attributes
     ----------
     version : tuple of int
-        The newest CUDA that it knows, (13, 0) for example.
+        The newest CUDA version that it supports, such as (13, 0).
     gpus : list of str
         Name, compute capability and memory of each GPU that this process may use.
     """
@@ -26,17 +26,17 @@ class Driver(NamedTuple):
 
     @property
     def extra(self) -> str:
-        """The extra whose packages this driver can run."""
+        """The extra of pagedkv whose packages this driver can run."""
         return "cu13" if self.version[0] >= 13 else "cu12"
 
 
 def find_driver() -> Driver | None:
-    """Ask the driver; None where there is none.
+    """Find the driver; None if there is none.
 
     Raises
     ------
     RuntimeError
-        It is there and cannot be loaded, or a function of it failed: the message says why, or its code.
+        It cannot be loaded, or a function of it failed.
     """
     try:
         library = ctypes.CDLL(LIBRARY)

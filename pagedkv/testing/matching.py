@@ -1,4 +1,4 @@
-"""`assert_matches_reference`: any function with the signature of decode or prefill, against the reference."""
+"""assert_matches_reference: compares any function with the signature of decode or prefill with the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .search import search
 
 ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
 KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "layout", "kv_dtype", "score_mod", "return_lse")
-# A head dimension of each kind, so that a kernel that is compiled for it is compiled a few times.
+# Head dimensions of each kind; few, because a kernel may be compiled for each of them.
 SOME_HEAD_DIMS = (64, 128, 40, 80, 96, 256)
 # Of the time that is left, for problems of one dtype, layout and head size: enough for a few in a slow function, and
 # little enough that the first five, which have all dtypes and layouts, get theirs.
@@ -51,47 +51,47 @@ def assert_matches_reference(
 ) -> int:
     """Fuzz a function that computes decode or prefill attention over a paged cache, and compare with the reference.
 
-    The function is called as :func:`~pagedkv.decode_attention` or :func:`~pagedkv.prefill_attention` are, with the
-    options that its signature names, and returns out in q's dtype, or (out, lse) if it takes ``return_lse``, lse in
-    float32 or q's dtype. Everything that it has no business with is poison: unused slots and blocks, unused entries of
+    The function is called like :func:`~pagedkv.decode_attention` or :func:`~pagedkv.prefill_attention`, with the
+    options that its signature names. It returns out in q's dtype, or (out, lse) if it takes ``return_lse``, with lse in
+    float32 or q's dtype. Everything that it should not read is poison: unused slots and blocks, unused entries of
     tables, gaps between rows. It must change none of its arguments.
 
     Parameters
     ----------
     fn : callable
-        ``fn(q, k_cache, v_cache, block_tables, seq_lens, **options)``; prefill has ``query_starts`` behind seq_lens.
+        ``fn(q, k_cache, v_cache, block_tables, seq_lens, **options)``; prefill takes ``query_starts`` after seq_lens.
     arrays : {"numpy", "torch", "cupy"} or callable
-        What it is called with; a callable turns a NumPy array into that.
+        The framework of its arguments; a callable converts a NumPy array.
     device : str, optional
-        Where tensors of torch are.
+        The device of torch tensors.
     operation : {"decode", "prefill"}, optional
         None: prefill if `fn` has an argument ``query_starts``.
     options : sequence of str, optional
-        The options that it takes, by name; None: those of its signature.
+        Names of the options that it takes; None: those of its signature.
     layouts : sequence of str, optional
         None: all, if it takes ``layout``; else NHD.
     dtypes : sequence of str, optional
         Of q and the cache: "float32", "float16", "bfloat16"; with ``kv_dtype`` fp8 caches, too. None: all if it takes
         ``kv_dtype``, else float32.
     head_dims, block_sizes, group_sizes : sequence of int
-        None: some that there can be. Each of `head_dims` is drawn, in one dtype and layout at least.
+        Sizes to draw from; None for a selection. Each of `head_dims` is drawn in at least one dtype and layout.
     poisons : sequence of str
-        What the unused holds: "nan", "inf" and "huge" with entries of tables that are no block; "zero" with block 0.
+        Contents of unused memory: "nan", "inf" and "huge", with invalid block ids in tables; "zero", with block 0.
     contiguous : bool
-        No gaps and no views: each array is C-contiguous.
+        Make each array C-contiguous, without gaps.
     finite_left_of_window : bool
-        In decode, keys and values left of the window are poison, for no function needs to read them. True leaves finite
-        ones there, for a function that multiplies them by weights of 0.
+        Leave finite keys and values left of the window in decode, for a function that multiplies them by weights of 0.
+        By default they are poison, since no function needs to read them.
     factor : float
-        Of :func:`assert_close`: errors of dense attention in q's dtype that are allowed.
+        The factor of :func:`assert_close`.
     max_examples : int
-        Problems to try, among all dtypes and head sizes.
+        How many problems to try, in all dtypes and head sizes together.
     max_seconds : float
-        Time to try them in; 20 more to look for the smallest one that fails.
+        Time limit, plus 20 seconds to look for the smallest failing problem.
     seed : int or None
-        None: others each time.
+        The seed of the problems; None for others each time.
     spec : Spec, optional
-        This problem alone, the one of a message; what `fn` raises is raised as it is.
+        Try this problem alone, as an error message names it; exceptions of `fn` are raised unchanged.
 
     Returns
     -------
@@ -101,9 +101,9 @@ def assert_matches_reference(
     Raises
     ------
     AssertionError
-        A wrong result, or an exception of `fn`; the message has the smallest problem that was found.
+        A result is wrong, or `fn` raises; the message contains the smallest failing problem.
     ValueError
-        There is nothing to try: no such operation, option or head size, or nothing that fits into the layouts.
+        There is nothing to try: an operation, option or head size is unknown, or none fits into the layouts.
 
     Examples
     --------
@@ -169,7 +169,7 @@ def assert_matches_reference(
 
 
 def _parameters(fn: Callable[..., Any]) -> set[str]:
-    """Names of the parameters of a function, of what numba compiles too."""
+    """The names of a function's parameters, also if numba has compiled it."""
     try:
         return {*inspect.signature(getattr(fn, "py_func", fn)).parameters}
     except (TypeError, ValueError):
@@ -184,11 +184,11 @@ def _forms(
     has_fp8: bool,
     has_score_mod: bool,
 ) -> list[Limits]:
-    """What a kernel may be compiled for: each dtype in each layout, and each head size that a layout can have."""
+    """The limits to draw from in turn: each dtype in each layout, and each head size that a layout can have."""
     kv_dtypes = [x for pair in zip_longest(dtypes, KV_DTYPES[3:] if has_fp8 else ()) for x in pair if x]
     families = [names for names in (("vllm",), tuple(x for x in layouts if x != "vllm")) if {*names} & {*layouts}]
     forms: list[Limits] = []
-    # The first ones differ as much as they can: there may be no time for more.
+    # The first ones differ as much as possible, in case there is no time for more.
     for turn in range(1, len(families) + 1):
         for i, kv_dtype in enumerate(kv_dtypes):
             family = families[(turn + i) % len(families)]
@@ -222,7 +222,7 @@ def _is_vllm(block_size: int) -> bool:
 def _caller(
     fn: Callable[..., Any], takes: set[str], give: Callable[[Array], Any], factor: float
 ) -> Callable[[Spec], None]:
-    """A check of one problem."""
+    """Make a check of one problem."""
 
     def call(spec: Spec) -> None:
         problem = build(spec)

@@ -1,4 +1,4 @@
-"""BuddyAllocator: runs of a power of two of slots, split in halves and merged again."""
+"""BuddyAllocator: allocates runs of 2**k slots by splitting larger ones, and merges them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ class BuddyAllocator:
     """Allocates runs whose size is a power of two and divides their start (Knowlton, CACM 8, 1965).
 
     A run is half of the next larger one; its buddy, the other half, starts at ``start ^ size``. When both are free
-    they merge. A memory that is no power of two begins as one run for each binary digit.
+    they merge. If the memory is not a power of two, it begins as one run for each binary digit.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class BuddyAllocator:
         return 1 << (self.memory.bit_length() - 1)
 
     def allocate(self, size: int) -> int | None:
-        """Take at least `size` slots, at least 1: their start, or None if no run is large enough."""
+        """Take a run of at least `size` >= 1 slots: its start, or None if no run is large enough."""
         order = (size - 1).bit_length()
         found = next((k for k in range(order, len(self.holes)) if self.holes[k]), None)
         if found is None:
@@ -51,7 +51,7 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Give a run back, and merge it with its buddy as often as that is free.
+        """Free a run, and merge it with its buddy as long as that is free.
 
         Raises
         ------

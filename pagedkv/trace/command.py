@@ -1,4 +1,4 @@
-"""``python -m pagedkv trace``: a table of what contiguous memory, a buddy allocator and paging waste."""
+"""``python -m pagedkv trace``: a table of how much contiguous memory, a buddy allocator and paging waste."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def run(
 
 
 def _paged(trace: Requests, memory: int, block_size: int, watermark: float) -> Paged:
-    """With rows for as many sequences as could ever run at once."""
+    """Make a Paged manager with rows for as many sequences as can ever run at once."""
     if not 1 <= block_size <= memory:
         raise ValueError(f"--block-sizes must be from 1 to the {memory} slots of --memory, got {block_size}")
     least = np.cumsum(np.sort(trace.prompt_lens // block_size + 1))
@@ -173,6 +173,6 @@ def _row(run: Run, manager: Manager) -> Row:
 
 
 def _means(series: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> list[float]:
-    """Means of the stretches that begin at these steps."""
+    """Average a series over the stretches that begin at these steps."""
     sums = np.add.reduceat(series, at)
     return [round(mean, 1) for mean in (sums / np.diff(at, append=len(series))).tolist()]

@@ -1,4 +1,4 @@
-"""FirstFit: runs of slots, each in the first hole that is large enough."""
+"""FirstFit: allocates runs of slots in the first hole that is large enough."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect
 
 
 class FirstFit:
-    """Allocates runs of slots; neighbouring holes are one (Knuth, The Art of Computer Programming 1, section 2.5).
+    """Allocates runs of slots and merges neighbouring holes (Knuth, The Art of Computer Programming 1, section 2.5).
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class FirstFit:
         return self.memory
 
     def allocate(self, size: int) -> int | None:
-        """Take `size` slots, at least 1: their start, or None if no hole is large enough."""
+        """Take a run of `size` >= 1 slots: its start, or None if no hole is large enough."""
         for i, (start, room) in enumerate(self.holes):
             if room >= size:
                 self.holes[i : i + 1] = [(start + size, room - size)] if room > size else []
@@ -41,7 +41,7 @@ class FirstFit:
         return None
 
     def free(self, start: int) -> None:
-        """Give a run back.
+        """Free a run.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Requests: how long prompts and outputs are, drawn or read from a file."""
+"""Requests: lengths of prompts and outputs, drawn or read from a file."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests in the order in which they arrive; all of them wait from the beginning.
+    """The lengths of requests in the order of arrival; all of them wait from the beginning.
 
     Attributes
     ----------
     prompt_lens, output_lens : (num_requests,) int64
-        Tokens of each prompt, and tokens that are generated for it: at least 1 each.
+        Tokens of each prompt, and tokens generated for it, at least 1 each.
 
     Raises
     ------
     TypeError, ValueError
-        Not as described, or no request at all.
+        A length is not as described, or there is no request.
 
     Examples
     --------
@@ -70,7 +70,7 @@ def log_normal(
     max_len: int = 2048,
     seed: int = 0,
 ) -> Requests:
-    """Requests with log-normal prompt and output lengths, independent of each other.
+    """Draw requests with independent log-normal prompt and output lengths.
 
     Many are short and a few are long, as in chats. The means are about those of ShareGPT in the vLLM paper, figure 11.
 
@@ -85,7 +85,7 @@ def log_normal(
     max_len : int
         Prompt and output together are cut to this, at least 2.
     seed : int
-        Of NumPy's default generator.
+        The seed of NumPy's default generator.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def log_normal(
 
 
 def read_csv(path: str | PathLike[str], num_requests: int | None = None) -> Requests:
-    """Requests of a CSV file with a header, in the order of its rows.
+    """Read requests from a CSV file with a header, in the order of its rows.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Who gives slots to sequences: contiguous reservation, a buddy allocator, and paging."""
+"""Managers, which give slots to sequences: contiguous reservation, a buddy allocator, and paging."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Manager(Protocol):
-    """What `simulate` asks of one.
+    """The interface that `simulate` needs.
 
     Attributes
     ----------
@@ -32,10 +32,10 @@ class Manager(Protocol):
     max_len: int
 
     def admit(self, num_tokens: int, seq_len: int) -> int | None:
-        """Start a sequence with num_tokens tokens that will end with seq_len: a handle, or None if it must wait."""
+        """Start a sequence with num_tokens tokens that will have seq_len; return a handle, or None if it must wait."""
 
     def append(self, seqs: Int64Array) -> bool:
-        """Add a token to each sequence; False, and nothing has changed, if there is no room."""
+        """Add a token to each sequence; if there is no room, change nothing and return False."""
 
     def free(self, seqs: Int64Array) -> None:
         """End sequences."""
@@ -45,13 +45,13 @@ class Manager(Protocol):
 
 
 class Reserving:
-    """A run of slots for each sequence, taken when it starts and kept until it ends.
+    """Reserves a run of slots for each sequence from its start to its end.
 
     Parameters
     ----------
     allocator : FirstFit or BuddyAllocator
     reserve : int or None
-        Slots for every sequence; None for as many as the sequence turns out to need, which a server cannot know.
+        Slots for every sequence; None for as many as the sequence will need, which a server cannot know.
     """
 
     def __init__(self, allocator: FirstFit | BuddyAllocator, reserve: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Reserving:
 
 
 class Contiguous(Reserving):
-    """Contiguous slots, first fit: as many as the longest sequence may have, or just as many as will be needed.
+    """Reserves contiguous slots, first fit: the maximum length, or just as many as a sequence will need.
 
     The first is what serving did before paging (FasterTransformer; Orca (Max) in the vLLM paper). The second is the
     best that contiguous memory can do (Orca (Oracle)).
@@ -104,7 +104,7 @@ class Contiguous(Reserving):
 
 
 class Buddy(Reserving):
-    """A run of a power of two of slots, from a buddy allocator that knows how many will be needed (an oracle).
+    """Reserves a power of two of slots from a buddy allocator, which knows how many will be needed (an oracle).
 
     Parameters
     ----------
@@ -125,12 +125,12 @@ class Buddy(Reserving):
 
 
 class Paged:
-    """Blocks as the tokens come, from the package's own BlockPool and SequenceTable.
+    """Allocates blocks as tokens come, with the package's own BlockPool and SequenceTable.
 
     Parameters
     ----------
     memory : int
-        Slots; what is left over from whole blocks is never used.
+        Slots; those beyond the last whole block are never used.
     block_size : int
         P, from 1 to `memory`.
     max_len : int or None
@@ -139,8 +139,8 @@ class Paged:
     max_seqs : int
         Sequences that run at once.
     watermark : float
-        Share of the blocks, from 0 to 1, that stays free where a sequence starts beside others, so that those have room
-        to grow. Rule and default are those of vLLM's first block manager.
+        Share of the blocks, from 0 to 1, that stays free when a sequence starts beside others, so that those can grow.
+        Rule and default are those of vLLM's first block manager.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What ``python -m pagedkv trace --plot`` draws, by matplotlib."""
+"""The chart of ``python -m pagedkv trace --plot``, drawn by matplotlib."""
 
 from __future__ import annotations
 

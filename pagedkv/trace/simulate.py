@@ -1,4 +1,4 @@
-"""simulate: requests in order against a manager, a token for each running sequence in every step."""
+"""simulate: runs requests on a manager, one token for each running sequence in every step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ KINDS = ("tokens", "reserved", "internal", "external")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What became of every slot in each step.
+    """How every slot was used in each step.
 
     Attributes
     ----------
     memory : int
         Slots in all.
     tokens, reserved, internal, external : (num_steps,) int64
-        Slots of each kind, as `pagedkv.trace` says. What is left of the memory is idle.
+        Slots of each kind, as `pagedkv.trace` defines them; the rest of the memory is idle.
     running, waiting : (num_steps,) int64
         Sequences that run at once, and requests that wait.
     preempted : int
-        How often a sequence lost its slots because another one needed them.
+        How often a sequence was preempted because others needed its slots.
     recomputed : int
-        Tokens whose K and V those had, and compute again.
+        Tokens that preempted sequences compute again.
     """
 
     memory: int
@@ -53,13 +53,13 @@ class Run:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Tokens, reserved, internal and external, over all slots that are not idle, as sums over all steps."""
+        """The share of each kind of slot among all that are not idle, summed over all steps."""
         sums = {kind: int(getattr(self, kind).sum()) for kind in KINDS}
         return {kind: slots / sum(sums.values()) for kind, slots in sums.items()}
 
     @property
     def waste(self) -> float:
-        """Share of slots that hold no token, whether reserved, internal or external."""
+        """The share of slots that are reserved, internal or external."""
         return 1 - self.shares["tokens"]
 
     @property
@@ -75,15 +75,15 @@ def simulate(
     """Run requests until all have ended.
 
     In each step every running sequence gets a token. If there is no room for all, the sequences admitted last are
-    preempted: they wait again, at the head, to store all tokens they had once more (recompute, as in vLLM). Otherwise
-    requests are admitted in their order, each with its prompt and the first token, for as long as the next one fits;
-    none overtakes. A sequence with all its tokens counts in that step and then ends.
+    preempted: they wait at the head of the queue, and recompute their tokens later, as in vLLM. Otherwise requests are
+    admitted in order, each with its prompt and first token, as long as the next one fits; none overtakes. A sequence
+    with all its tokens counts in that step and then ends.
 
     Parameters
     ----------
     requests : Requests
     manager : Manager
-        With no sequence in it.
+        A manager without sequences.
     watch : callable or None
         Called in each step with the indices of the running requests, their handles and their lengths.
 

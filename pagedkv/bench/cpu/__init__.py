@@ -1,1 +1,1 @@
-"""``python -m pagedkv bench cpu``: attention on the CPU, beside its read bandwidth and other libraries."""
+"""``python -m pagedkv bench cpu``: attention on the CPU, compared with its read bandwidth and other libraries."""

@@ -1,4 +1,4 @@
-"""Other libraries' attention on the CPU, if installed.
+"""Attention of other libraries on the CPU, if they are installed.
 
 A peer is a function that takes a problem and a number of threads and returns a call without arguments, which returns
 its output as a NumPy array in any shape, or something with ``numpy()``. It refuses a problem with an exception, whose
@@ -29,14 +29,14 @@ VLLM_BLOCK_SIZE = 32  # what vLLM asks for on the CPU is a multiple of it
 
 
 class HostProblem(BenchProblem):
-    """The arrays of a cell whose sequences have one length; the reference says what should come out of a few rows."""
+    """The arrays of a cell whose sequences have one length; the reference computes a few rows to compare with."""
 
     @property
     def length(self) -> int:
         return self.cell.seq_lens[0]
 
     def tokens(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Keys and values of sequence i in order, each (L, Hkv, D)."""
+        """The keys and values of sequence i, each (L, Hkv, D)."""
         k, v = (cache[self.block_tables[i]].reshape(-1, *cache.shape[2:])[: self.length] for cache in self.kv)
         return k, v
 
@@ -50,12 +50,12 @@ class HostProblem(BenchProblem):
 
     @property
     def checked(self) -> npt.NDArray[np.int64]:
-        """The last row of the first sequence, and of the last one."""
+        """The rows to compare: the last one of the first sequence, and of the last sequence."""
         return np.unique(self.query_starts[[1, -1]].astype(np.int64) - 1)
 
     @cached_property
     def expected(self) -> npt.NDArray[Any]:
-        """The reference's result for these rows, a KV head at a time: it widens all that it gets to float64."""
+        """The reference's result for these rows, one KV head at a time to save memory, since it computes in float64."""
         cell, seqs = self.cell, np.searchsorted(self.query_starts, self.checked, side="right") - 1
         of_heads = [
             reference.decode_attention(
@@ -70,7 +70,7 @@ class HostProblem(BenchProblem):
 
 
 def torch_on(num_threads: int) -> Any:
-    """torch, on so many threads."""
+    """Import torch, and let it use `num_threads` threads."""
     import torch
 
     torch.set_num_threads(num_threads)
@@ -89,7 +89,7 @@ def _dense(torch: Any, problem: HostProblem) -> list[Any]:
 
 
 def _grouped(torch: Any, problem: HostProblem) -> Any:
-    """q with the G heads of a KV head as G query rows."""
+    """View the G heads of each KV head in q as G query rows."""
     cell = problem.cell
     return as_tensor(torch, problem.q).view(len(problem.q), cell.num_kv_heads, cell.group_size, cell.head_dim)
 
@@ -131,7 +131,7 @@ def _flex(problem: HostProblem, num_threads: int) -> Call:
 
 
 def _onnxruntime(problem: HostProblem, num_threads: int) -> Call:
-    """GroupQueryAttention, one operator of a model that is made here, on dense K and V.
+    """ONNX Runtime's GroupQueryAttention on dense K and V, as a model with that operator alone.
 
     What is read and what is written share K and V, so that none is copied: each call stores the keys and values of the
     last token once more.
@@ -177,7 +177,7 @@ def _onnxruntime(problem: HostProblem, num_threads: int) -> Call:
 
 
 def _vllm(problem: HostProblem, num_threads: int) -> Call:
-    """The operator of vLLM's CPU backend on pages of 32 tokens; the schedule that all layers share is made before."""
+    """The operator of vLLM's CPU backend on pages of 32 tokens; the schedule, which layers share, is not timed."""
     torch = torch_on(num_threads)
     operators = _vllm_operators(torch)
     cell, num_seqs, length = problem.cell, len(problem.q), problem.length
@@ -213,7 +213,7 @@ def _vllm(problem: HostProblem, num_threads: int) -> Call:
 
 
 def _vllm_operators(torch: Any) -> Any:
-    """The operators, without the rest of vLLM: it imports what the operators do not need."""
+    """Load vLLM's operators alone, since vLLM imports packages that they do not need."""
     found = find_spec("vllm")
     if found is None or not found.submodule_search_locations:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")

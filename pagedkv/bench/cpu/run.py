@@ -1,4 +1,4 @@
-"""Decode, prefill and small calls on the CPU against the machine's read bandwidth and other libraries, in one run."""
+"""Times decode, prefill and small calls on the CPU beside the machine's read bandwidth and other libraries."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ print(time.perf_counter() - begin)
 
 @contextmanager
 def pinned(num_threads: int) -> Iterator[None]:
-    """Let this thread, and those that it starts, run on that many cores, and pagedkv use as many threads.
+    """Pin this thread, and those that it starts, to some cores, and let pagedkv use as many threads.
 
     What a contestant starts of its own inherits the cores; see peers.py for the number of its threads.
     """
@@ -73,7 +73,7 @@ def pinned(num_threads: int) -> Iterator[None]:
 
 
 def _reader(num_bytes: int, num_threads: int) -> Call:
-    """A plain sum over so many bytes on all threads, to measure the machine's read bandwidth."""
+    """Make a call that sums `num_bytes` bytes on all threads, to measure the machine's read bandwidth."""
 
     @numba.njit(nogil=True, fastmath=True)
     def total(values):
@@ -95,14 +95,14 @@ def decode_cell(cache: str, group_size: int, num_seqs: int, length: int) -> Cell
 
 
 def as_numpy(out: Any) -> Any:
-    """The output of a contestant."""
+    """Convert the output of a contestant to NumPy."""
     return out if isinstance(out, np.ndarray) else (out.float() if hasattr(out, "float") else out).numpy()
 
 
 def compare(
     problem: HostProblem, subjects: Mapping[str, Callable[[], Call]], others: Mapping[str, Call], repeats: int
 ) -> Contest:
-    """Time what computes a problem, in turns with `others`, on the same cores.
+    """Time the contestants of a problem in turns with `others`, on the same cores.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def _samples(result: Contest, name: str) -> list[float] | None:
 def _decode_rows(
     cell: Cell, subjects: Mapping[str, Any], read: Call, read_bytes: int, num_threads: int, repeats: int
 ) -> tuple[Row, list[Row]]:
-    """The row of pagedkv, and one for each peer."""
+    """Measure decode; return a row for pagedkv, and one for each peer."""
     problem = HostProblem(cell)
     made = {name: partial(make, problem, num_threads) for name, make in subjects.items()}
     result = compare(problem, made, {READ: read}, repeats)
@@ -181,7 +181,7 @@ def _decode_rows(
 def _prefill_row(
     repeats: int, num_threads: int, num_tokens: int, num_heads: int, dtype: str = "float32", group_size: int = 1
 ) -> Row:
-    """A prompt, whose last token sees all of them."""
+    """Measure prefill of a whole prompt."""
     heads = num_heads, num_heads // group_size
     cell = Cell("prompt", (num_tokens,), *heads, dtype=dtype, query_lens=(num_tokens,))
     problem = HostProblem(cell)
@@ -214,7 +214,7 @@ def _prefill_row(
 
 
 def _small_call_row(repeats: int) -> Row:
-    """Microseconds of a small call: the least mean of SMALL_CALLS in a row.
+    """Measure the microseconds of a small call: the least mean of SMALL_CALLS calls in a row.
 
     So few fit in the time that a shared machine leaves a program alone. The first layer of a model has lengths that
     differ from those of the call before; the other layers make the same call again.
@@ -232,7 +232,7 @@ def _small_call_row(repeats: int) -> Row:
 
 
 def _drafts_row(repeats: int) -> Row:
-    """Verification of a few tokens behind a long context, beside the decode of one."""
+    """Measure verification of a few draft tokens behind a long context, beside decode of one token."""
     cell = Cell("verify", (DRAFTS_LENGTH,), 4 * NUM_KV_HEADS, NUM_KV_HEADS, dtype="bfloat16", query_lens=(DRAFTS,))
     problem = HostProblem(cell)
     q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
@@ -256,7 +256,7 @@ def _drafts_row(repeats: int) -> Row:
 
 
 def _first_call_row(operation: str) -> Row:
-    """Seconds of a process' first call, with nothing compiled, then with the kernels that it kept on disk."""
+    """Measure the first call of a process, with nothing compiled, and with kernels kept on disk."""
     command = [sys.executable, "-c", FIRST_CALL.format(decode=operation == "decode")]
     with tempfile.TemporaryDirectory() as directory:
         environment = {**os.environ, "PAGEDKV_CACHE_DIR": directory}
@@ -267,7 +267,7 @@ def _first_call_row(operation: str) -> Row:
 
 
 def _header(num_threads: int) -> Row:
-    """The threads, the cores and the versions of the peers that are installed."""
+    """Describe the threads, the cores and the versions of installed peers."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     row: Row = {"threads": num_threads, "pinned to": None if cores is None else " ".join(map(str, cores))}
     for package in PACKAGES:
@@ -293,7 +293,7 @@ def run(
     quick: bool = False,
     one_thread: bool = False,
 ) -> list[Row]:
-    """Measure everything, or with `quick` see that it runs; a row's first column says what it measures.
+    """Measure everything, or with `quick` check that it runs; the first column of a row says what it measures.
 
     Raises
     ------
@@ -324,7 +324,7 @@ def run(
 def _decode(
     repeats: int, num_threads: int, progress: Callable[[str], Any], quick: bool
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """The rows of each cell; a peer that is not installed has one in the first."""
+    """Measure all decode cells; a peer that is not installed has a row in the first cell only."""
     sum_bytes = QUICK_SUM_BYTES if quick else SUM_BYTES
     read, subjects = _reader(sum_bytes, num_threads), dict(SUBJECTS)
     cells = [decode_cell(cache, G, *shape) for cache in CACHES for G in GROUP_SIZES for shape in SHAPES]

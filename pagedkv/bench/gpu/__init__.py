@@ -1,1 +1,1 @@
-"""The benches that need a GPU: decode_attention beside other libraries, and write_kv."""
+"""The benches that need a GPU: decode and prefill beside other libraries, and write_kv."""

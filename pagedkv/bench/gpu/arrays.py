@@ -1,4 +1,4 @@
-"""The arrays of a problem on a GPU, as the subjects of the benches take them."""
+"""The arrays of a problem on a GPU, in the forms that the subjects of the benches take."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GpuProblem:
         self.query_starts = gpu.array(host.query_starts)
 
     def new_out(self) -> Any:
-        """A new array of q's shape and dtype, for a result."""
+        """Make an array of q's shape and dtype, for a result."""
         return self.gpu.array(np.zeros_like(self.host.q))
 
     def caches(self, layout: Layout) -> tuple[Any, Any]:
@@ -103,7 +103,7 @@ class GpuProblem:
 
     @property
     def is_masked(self) -> bool:
-        """Some query does not see all keys of its sequence."""
+        """Whether some query does not see all keys of its sequence."""
         return self.cell.causal and max(self.cell.query_lens) > 1
 
     def fp8_view(self) -> tuple[Any, Any]:
@@ -117,7 +117,7 @@ class GpuProblem:
         return k.view(dtype), v.view(dtype)
 
     def unquantised(self) -> tuple[Any, Any]:
-        """K and V in layout NHD, for who takes no fp8 cache under 16-bit queries."""
+        """K and V in layout NHD, for subjects that do not take fp8 caches with 16-bit queries."""
         if self.cell.kv_dtype:
             raise Refused("no fp8 cache under 16-bit queries")
         return self.nhd

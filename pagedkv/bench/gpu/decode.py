@@ -1,4 +1,4 @@
-"""decode_attention on a GPU: bandwidth of our kernels and of peers against that of reading, and costs of a launch.
+"""Bench of decode_attention on a GPU: bandwidth of our kernels and of peers, and the cost of a launch.
 
 `measure.sample` says what is timed, `Cell.num_bytes` what counts as traffic. Bandwidth is those bytes over the median
 time. A kernel that only reads 1 GiB, and a copy of 1 GiB within the device, take turns with the subjects of each cell;
@@ -34,7 +34,7 @@ KERNELBENCH = (
 
 
 def _drawn(num_seqs: int, longest: int) -> tuple[int, ...]:
-    """Log-uniform lengths, the same at every call."""
+    """Draw log-uniform lengths, the same at every call."""
     logarithms = np.random.default_rng(5).uniform(0, math.log(longest), num_seqs)
     return tuple(int(math.exp(x)) for x in logarithms)
 
@@ -68,7 +68,7 @@ GROUPS = (*dict.fromkeys(cell.group for cell in cells()), "launch")
 
 
 def launch_row(gpu: Gpu, name: str, problem: GpuProblem, repeats: int) -> Row:
-    """Measure what a launch of one of our kernels costs beside the kernel itself.
+    """Measure the cost of launching one of our kernels, beside the time of the kernel itself.
 
     *host us* is the host's time for a call; *call us* is between two events around a call, *replay us* around the
     replay of a graph with one call, *kernel us* around the replay of a graph with 20 calls, over 20. Each follows a
@@ -95,7 +95,7 @@ def launch_row(gpu: Gpu, name: str, problem: GpuProblem, repeats: int) -> Row:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """Geometric means of shares over KernelBench-Hard's five shapes, for subjects timed in all of them."""
+    """Geometric means of bandwidth shares over KernelBench-Hard's five shapes, for subjects timed in all of them."""
     result: list[Row] = []
     of_group = [row for row in rows if row["decode"] == "kernelbench"]
     for name in dict.fromkeys(row["subject"] for row in of_group):
@@ -107,7 +107,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
 
 
 def targets(rows: Sequence[Row], launches: Sequence[Row]) -> list[Row]:
-    """The targets of `split`, and whether it reaches them; leaves out what was not measured."""
+    """Compare `split` with its targets, leaving out those that were not measured."""
     own = [row for row in rows if row["subject"] == FIRST and row["us"] is not None]
     rivals = [row for row in rows if row["subject"] in PEERS and row[f"x {FIRST}"] is not None]
     pages = {row["P"]: row["us"] for row in own if row["decode"] == "pages"}

@@ -42,7 +42,7 @@ def _pagedkv(problem: GpuProblem, layout: Layout, kernel: Kernel) -> Call:
 
 
 def with_torch(subjects: dict[str, Subject]) -> dict[str, Subject]:
-    """Subjects that refuse arrays other than torch's."""
+    """Wrap subjects to refuse arrays other than torch's."""
 
     def made(subject: Subject, problem: GpuProblem) -> Call:
         if problem.gpu.framework != "torch":
@@ -124,7 +124,7 @@ def _flash_attention(problem: GpuProblem, *, version: int) -> Call:
 
 
 def _triton(problem: GpuProblem) -> Call:
-    """The fastest of nine configurations of `triton_decode`, found by timing them."""
+    """The fastest of nine configurations of `triton_decode`, which are timed first."""
     from .triton_decode import TritonDecode
 
     cell = problem.cell
@@ -142,7 +142,7 @@ def _triton(problem: GpuProblem) -> Call:
 
 
 def fastest(gpu: Gpu, calls: list[Call]) -> Call:
-    """The call with the shortest median of five launches, after a warm-up."""
+    """Choose the call with the shortest median of five launches, after a warm-up."""
 
     def seconds(call: Call) -> float:
         call()

@@ -1,4 +1,4 @@
-"""A GPU through torch or CuPy: arrays, events, a cold cache, graphs, and a kernel that only reads."""
+"""A GPU for benches, through torch or CuPy: arrays, events, a cold cache, graphs, and a kernel that only reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ELSEWHERE = "`python -m pagedkv bench cpu` needs none"
 
 
 class Gpu(Protocol):
-    """What the benches need from a GPU; work goes to the framework's current stream.
+    """The interface to a GPU that benches use; work goes to the framework's current stream.
 
     Attributes
     ----------
@@ -42,13 +42,13 @@ class Gpu(Protocol):
     copy_bytes: int
 
     def array(self, x: npt.NDArray[Any]) -> Any:
-        """A copy on the GPU."""
+        """Copy an array to the GPU."""
 
     def arranged(self, x: Any, axes: tuple[int, ...]) -> Any:
-        """A contiguous copy with the axes in this order."""
+        """Make a contiguous copy with the axes in this order."""
 
     def numpy(self, x: Any) -> npt.NDArray[np.float32]:
-        """A copy on the host, in float32."""
+        """Copy an array to the host, in float32."""
 
     def record(self) -> Any:
         """Record a new event in the stream."""
@@ -57,7 +57,7 @@ class Gpu(Protocol):
         """Whether the GPU has passed the event."""
 
     def milliseconds(self, start: Any, stop: Any) -> float:
-        """The time between two events that have passed."""
+        """The milliseconds between two events that have passed."""
 
     def flush(self) -> None:
         """Read a buffer of 8 times the L2 cache, at least 256 MiB.
@@ -215,14 +215,14 @@ class CupyGpu:
 
 # What follows imports numba-cuda where there is a GPU: without it a bench still says what it needs.
 def num_sums(num_bytes: int) -> int:
-    """Words that `read` writes."""
+    """How many words `read` writes."""
     from ...kernels.read import BLOCK_BYTES
 
     return num_bytes // BLOCK_BYTES
 
 
 def read(device: Any, source: int, sums: int, num_bytes: int) -> None:
-    """Read so many bytes at an address once, and write a word for each `BLOCK_BYTES` of them."""
+    """Read bytes at an address once, and write a word for each `BLOCK_BYTES` of them."""
     from ...cuda.plans.plan import compile_for
     from ...kernels.read import ReadConfig, make_read
 
@@ -244,13 +244,13 @@ def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str =
 
 
 def driver_version(text: str) -> str:
-    """The driver's version in the text of /proc/driver/nvidia/version, or "unknown"."""
+    """Read the driver's version from the text of /proc/driver/nvidia/version, or return "unknown"."""
     found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", text)
     return found.group() if found else "unknown"
 
 
 def open_gpu(copy_bytes: int = COPY_BYTES) -> Gpu:
-    """The first GPU, through torch if it has CUDA, else through CuPy.
+    """Open the first GPU, through torch if it has CUDA, otherwise through CuPy.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Samples of calls on a GPU, and the rows of those who compute a cell there."""
+"""Timing of calls on a GPU, and the rows of a bench."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Subjects = Mapping[str, Callable[[GpuProblem], Call]]
 
 
 def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
-    """The mean of launches that are timed one by one, each between two events and behind an untimed flush.
+    """The mean time of launches, each timed between two events after a flush that is not timed.
 
     The flush keeps the GPU busy while the host enqueues the launch, so that no host time is measured.
     """
@@ -46,7 +46,7 @@ def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
 
 
 def on_gpu(gpu: Gpu) -> Timer:
-    """Samples of as many launches as take about a millisecond, from 1 to MOST_LAUNCHES."""
+    """Make a timer whose samples have as many launches as take about a millisecond, up to MOST_LAUNCHES."""
 
     def timer(call: Call) -> Callable[[], Sample]:
         sample(gpu, call, 1)
@@ -64,13 +64,13 @@ def contest_on(
     repeats: int,
     progress: Callable[[str], Any],
 ) -> Contest:
-    """A contest in which a read and a copy on the device take turns with the subjects."""
+    """Run a contest in which a read and a copy on the device take turns with the subjects."""
     others = {READ: gpu.read, COPY: gpu.copy}
     return contest(subjects, others, error_of, tolerance, repeats, timer=on_gpu(gpu), progress=progress)
 
 
 def columns(gpu: Gpu, result: Contest, name: str, num_bytes: int | None, limit: str) -> Row:
-    """Time, error and bandwidth of a subject that has to move `num_bytes`, and its share of that of READ or COPY.
+    """The columns of a subject: time, error, bandwidth for `num_bytes`, and its share of that of READ or COPY.
 
     Without `num_bytes`, where arithmetic takes longer, there is no bandwidth.
     """
@@ -92,7 +92,7 @@ def columns(gpu: Gpu, result: Contest, name: str, num_bytes: int | None, limit: 
 
 
 def header(gpu: Gpu, repeats: int) -> Row:
-    """Device, driver and versions, bandwidth of reading and of a copy, and time between two events in a row."""
+    """The first row: device, driver and versions, bandwidths of a read and a copy, time between two events."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -153,7 +153,7 @@ def measure_all(
     progress: Callable[[str], Any],
     rows: list[Row],
 ) -> None:
-    """Add the rows of each cell to `rows`; a subject that is not installed has one in the first cell alone."""
+    """Add the rows of each cell to `rows`; a subject that is not installed has a row in the first cell only."""
     for cell in cells:
         of_cell = measure(gpu, operation, cell, subjects, first, repeats, progress)
         missing = {row["subject"] for row in of_cell if (row["note"] or "").endswith(NOT_INSTALLED)}
@@ -162,12 +162,12 @@ def measure_all(
 
 
 def only(wanted: Sequence[str] | None, among: Sequence[Cell]) -> list[Cell]:
-    """The cells of the wanted groups; all if None."""
+    """The cells of the chosen groups; all if None."""
     return [cell for cell in among if wanted is None or cell.group in wanted]
 
 
 def targets_of(found: Iterable[tuple[str, str, float, Sequence[float]]]) -> list[Row]:
-    """Rows for targets (name, ">=" or "<=", limit, values) by the worst of their values; without values, none."""
+    """Make rows for targets (name, ">=" or "<=", limit, values) by their worst value; none without values."""
     result = []
     for name, sign, limit, values in found:
         if values:
@@ -178,7 +178,7 @@ def targets_of(found: Iterable[tuple[str, str, float, Sequence[float]]]) -> list
 
 
 def target(name: str, limit: str, measured: float, reached: bool, where: str) -> Row:
-    """A row that says what a figure should be, what it is, whether that is enough, and where it was measured."""
+    """Make a row with a target, the measured figure, whether it is enough, and where it was measured."""
     return {"target": name, "limit": limit, "measured": measured, "reached": "yes" if reached else "no", "where": where}
 
 

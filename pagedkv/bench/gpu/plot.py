@@ -1,4 +1,4 @@
-"""Bandwidth over length as a PNG, drawn by matplotlib."""
+"""The chart of bandwidth over length, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP = "lengths"
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(length, GB/s) of each subject and of the read, over the cells that differ in length alone."""
+    """(length, GB/s) of each subject and of the read, over cells that differ only in length."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         if row.get("decode") == GROUP:

@@ -1,4 +1,4 @@
-"""prefill_attention on a GPU: the rate of its products, and for a few tokens over a long context its bandwidth.
+"""Bench of prefill_attention on a GPU: its FLOP/s, and its bandwidth for a few tokens over a long context.
 
 Products are counted by `Cell.num_flops`, traffic by `num_bytes`; all else is as in bench decode. *GB/s* and *share*
 stand where keys are what takes long: in cells of at most `measure.FEW_TOKENS` query tokens a sequence.
@@ -24,7 +24,7 @@ def _equal(group: str, num_seqs: int, query_len: int, length: int, **sizes: Any)
 
 
 def _mixed(chunk: int, cached: int, num_steps: int, length: int, **sizes: Any) -> Cell:
-    """A chunk behind cached tokens, beside decode steps of sequences of one length."""
+    """A batch of a chunk behind cached tokens and decode steps of sequences of one length."""
     lens, query_lens = (cached + chunk, *(length,) * num_steps), (chunk, *(1,) * num_steps)
     return Cell("mixed", lens, query_lens=query_lens, **sizes)
 
@@ -70,7 +70,7 @@ GROUPS = tuple(dict.fromkeys(cell.group for cell in cells()))
 
 
 def targets(rows: Sequence[Row], device: str) -> list[Row]:
-    """The targets of prefill, and whether it reaches them; leaves out what was not measured."""
+    """Compare prefill with its targets, leaving out those that were not measured."""
     prompts = [row for row in rows if row["prefill"] == "prompt" and row["us"] is not None]
     rates = [row["TFLOP/s"] for row in prompts if row["subject"] == FIRST and "H100" in device]
     beside = [row[f"x {FIRST}"] for row in prompts if row["subject"] == FLASH_ATTENTION_2 and row[f"x {FIRST}"]]

@@ -85,7 +85,7 @@ def _flashinfer(problem: GpuProblem) -> Call:
 
 
 def _vllm(problem: GpuProblem) -> Call:
-    """vLLM's kernel in Triton for prefill and decode alike."""
+    """vLLM's Triton kernel, which serves prefill and decode."""
     import torch
 
     cell, (k, v), unified_attention = problem.cell, problem.fp8_view(), _unified_attention()
@@ -107,7 +107,7 @@ def _vllm(problem: GpuProblem) -> Call:
 
 
 def _unified_attention() -> Callable[..., None]:
-    """From where vLLM has it, or from where older versions have it."""
+    """Import vLLM's kernel from its current or its older place."""
     import vllm  # noqa: F401
 
     try:

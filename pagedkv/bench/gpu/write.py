@@ -1,4 +1,4 @@
-"""write_kv on a GPU, against a copy in the same turns and against indexed assignment in torch.
+"""Bench of write_kv on a GPU, in turns with a copy and with indexed assignment in torch.
 
 Traffic is what has to move: K and V of the new tokens, read once in their dtype and written once in the cache's. The
 8 bytes of each token's slot do not count.
@@ -70,7 +70,7 @@ class _Problem:
         return [np.zeros(shape, dtype) for shape in shapes]
 
     def differing(self, layout: Layout, caches: Any) -> int:
-        """How many elements of caches on the GPU differ from what the CPU backend writes."""
+        """Count the elements of caches on the GPU that differ from what the CPU backend writes."""
         expected = self.new_caches(layout)
         k, v, slots = self.host
         write_kv(k, v, expected[0], expected[1], slots, layout=layout, kv_dtype=self.case.kv_dtype)
@@ -105,7 +105,7 @@ def _torch_index(problem: _Problem) -> Call:
 
 
 def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) -> list[Row]:
-    """Measure every layout and torch; returns a row for each, whose *error* counts wrong elements."""
+    """Measure every layout and torch; return a row for each, whose *error* counts wrong elements."""
     problem = _Problem(gpu, case)
     subjects: dict[str, Callable[[], Call]] = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
     subjects["torch index"] = partial(_torch_index, problem)

@@ -1,1 +1,1 @@
-"""What is drawn: problems of attention, merging and writing, and the limits that they are drawn within."""
+"""Problems of attention, merging and writing, and the limits within which they are drawn."""

@@ -1,8 +1,8 @@
-"""Paged attention problems in which everything unused is poison, and what to expect of them.
+"""Problems of paged attention in which everything unused is poison.
 
-A `Spec` says shapes, dtypes and options; `build` makes the arrays from it. The contents of a
-sequence depend on the seed and on its entry in `ids` alone, never on the block size, the layout,
-the placement or the rest of the batch, so that the same sequence can be looked at in many ways.
+A `Spec` has shapes, dtypes and options, and `build` makes the arrays. The contents of a sequence
+depend only on the seed and its entry in `ids`, not on block size, layout, placement or the rest of
+the batch, so that results for the same sequence can be compared.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ POISONS = {
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Spec:
-    """Shapes, dtypes and options of a problem; options that are not here are those of the operation.
+    """The shapes, dtypes and options of a problem, from which `build` makes its arrays.
 
     Attributes
     ----------
     query_lens : tuple of int or None
-        None: decode.
+        Query tokens of each sequence; None for decode.
     kv_dtype : str
-        Of the cache: a float name or an fp8 name.
+        The type of the cache: the name of a float or fp8 type.
     strides : str
-        "own", "halves" of one array, or "strided": gaps on every axis.
+        K and V are "own" arrays, "halves" of one array, or "strided" with gaps on every axis.
     kv_scales : str or None
         "scalar" or "per head".
     seq_slopes : bool
@@ -43,17 +43,17 @@ class Spec:
     mask : str or None
         "bool" or "bits": rows see half of the keys that the other options leave.
     needles : tuple of int
-        Position of the one key of a KV head that takes all the weight: of KV head h ``needles[h % len(needles)]``.
+        KV head h has one key that takes all the weight, at position ``needles[h % len(needles)]``.
     fingerprint : bool
-        Values say in which block, at which offset and in which head they lie, instead of N(0, 1).
+        Values encode their block, offset and head, instead of being drawn from N(0, 1).
     ids : tuple of int or None
-        What is in a sequence follows from its id and `seed` alone; None: they are counted.
+        Contents of a sequence follow from its id and `seed`; None numbers them from 0.
     poison : str
-        What the unused holds: "nan", "inf", "huge" or "zero".
+        Contents of unused memory: "nan", "inf", "huge" or "zero".
     contiguous : bool
-        q has no gaps.
+        Make q without gaps.
     finite_left_of_window : bool
-        In decode, the cache holds the sequence's own keys and values left of the window, instead of poison.
+        In decode, leave the sequence's keys and values left of the window, instead of poison.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class Spec:
 
     @property
     def poisons_left_of_window(self) -> bool:
-        """Decode never needs what lies left of the window."""
+        """Whether keys and values left of the window are poison, since decode never needs them."""
         return self.query_lens is None and self.window is not None and not self.finite_left_of_window
 
     @property
@@ -112,7 +112,7 @@ class Spec:
         return np.dtype(np.uint8) if self.is_fp8 else FLOATS[self.kv_dtype]
 
     def replace(self, **changes: Any) -> "Spec":
-        """Another spec, which differs in these fields."""
+        """Copy the spec with other values of some fields."""
         return dataclasses.replace(self, **changes)
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class Spec:
         return f"Spec({', '.join(named)})"
 
     def explained(self) -> str:
-        """Its repr, and under it a line for each word in it that this package alone uses."""
+        """The repr, followed by explanations of words in it that are special to this package."""
         value, code, entries = POISONS[self.poison]
         held = f"{code:#04x} in fp8" if self.is_fp8 else value
         said = {
@@ -142,18 +142,18 @@ class Spec:
 
 @dataclasses.dataclass
 class Problem:
-    """The arguments of one call, and the output that it writes.
+    """The arguments of a call, and the array for its output.
 
     Attributes
     ----------
     spec : Spec
-        What it was built from.
+        The spec that it was built from.
     args : tuple of array
-        q, k_cache, v_cache, block_tables and seq_lens, each an attribute too, and in prefill query_starts.
+        q, k_cache, v_cache, block_tables, seq_lens, and in prefill query_starts; each is an attribute, too.
     options : dict
-        Keywords of the operation, of NumPy arrays and numbers.
+        Keyword arguments of the operation: NumPy arrays and numbers.
     out : (rows, num_heads, head_dim) array
-        For ``out=``: NaN, a view of a larger array of NaN.
+        The array for ``out=``: a view of a larger array of NaN.
     num_written : int
         Rows of `out` that the operation writes; those behind are padding.
     """
@@ -181,9 +181,9 @@ class Problem:
 
 
 def build(spec: Spec, like: Problem | None = None) -> Problem:
-    """The arrays of a spec, all unused space poisoned.
+    """Make the arrays of a spec, with poison in all unused memory.
 
-    With `like`, a problem of the same sequences whose blocks lie elsewhere, what they hold is not made again.
+    `like` is a problem of the same sequences with blocks elsewhere, whose contents are used again.
 
     Examples
     --------
@@ -247,7 +247,7 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
 
 
 def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng: np.random.Generator) -> dict[str, Any]:
-    """The keyword options of the call, without those that have their default."""
+    """Make the keyword options of the call that differ from their defaults."""
     heads = np.arange(spec.num_heads)
     options: dict[str, Any] = {"layout": spec.layout, "scale": spec.scale, "softcap": spec.softcap}
     options |= {"window": spec.window, "score_mod": spec.score_mod}
@@ -291,7 +291,7 @@ def _mask(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...]) -> np.n
 
 
 def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q (query_len, Hq, D) in its dtype, k, v (length, Hkv, D) as stored."""
+    """Draw q (query_len, Hq, D) in its dtype, and k, v (length, Hkv, D) as the cache stores them."""
     rng = np.random.default_rng([spec.seed, seq_id])
     k, v = rng.standard_normal((2, length, spec.num_kv_heads, spec.head_dim), np.float32)
     if spec.needles:  # one query for all rows and heads of a group, so that one key can dominate for all
@@ -307,7 +307,7 @@ def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.
 
 
 def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Values (length, Hkv, D) that say where they lie: D repeats block // 16, block % 16, offset // 16 ..."""
+    """Make values (length, Hkv, D) that encode their place: D repeats block // 16, block % 16, offset // 16 ..."""
     head = np.broadcast_to(np.arange(spec.num_kv_heads), (len(block), spec.num_kv_heads))
     block, offset = (np.broadcast_to(x[:, None], head.shape) for x in (block, offset))
     parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, 3 + 0 * head]
@@ -327,7 +327,7 @@ def _poisoned(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
 
 
 def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The pools (N, P, Hkv, D) in the layout and with the strides of the spec."""
+    """Arrange pools (N, P, Hkv, D) in the layout and with the strides of the spec."""
     k, v = in_layout(k_pool, v_pool, spec.layout)
     if spec.strides == "own":
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
@@ -344,7 +344,7 @@ def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.nd
 
 
 def in_layout(k_pool: np.ndarray, v_pool: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Views of pools (N, P, Hkv, D) with the axes of a layout."""
+    """View pools (N, P, Hkv, D) with the axes of a layout."""
     if layout == "NHD":
         return k_pool, v_pool
     if layout == "HND":

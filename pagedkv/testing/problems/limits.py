@@ -1,4 +1,4 @@
-"""Which problems are drawn: the layouts, dtypes, sizes and options that a function takes."""
+"""Limits: the layouts, dtypes, sizes and options from which problems are drawn."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .attention import FLOATS, POISONS
 
 KV_DTYPES = (*FLOATS, *FP8_KINDS)
 STRIDES = ("own", "halves", "strided")
-# Options that may have another value than their default.
+# Options that may differ from their default.
 OPTIONS = (
     *("scale", "softcap", "alibi_slopes", "window", "sinks", "causal", "k_scale"),
     *("window_right", "leftpad", "mask", "seq_slopes"),
 )
-# By the largest power of two up to 64 that divides head_dim, which says whether the CPU has rows in whole chunks.
+# By the largest power of two up to 64 that divides head_dim, on which the CPU's code for a row depends.
 HEAD_DIMS = {
     8: (8, 24, 40, 72, 120, 504),
     16: (16, 48, 80, 80, 112, 176),
@@ -30,38 +30,38 @@ GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 48)
 
 @dataclass(frozen=True)
 class Limits:
-    """Values that problems are drawn from; each problem has one of each.
+    """The values from which problems are drawn; each problem has one value of each kind.
 
     Attributes
     ----------
     layouts, q_dtypes, kv_dtypes : tuple of str
-        Names as in :class:`Spec`. A cache that is not fp8 is paired with queries of its own dtype or float32, those of
-        `q_dtypes` that there are.
+        Names as in :class:`Spec`. A cache that is not fp8 is paired with queries of its own dtype or float32, if
+        `q_dtypes` has them.
     head_dims, nums_kv_heads, group_sizes : tuple of int
     block_sizes : tuple of int, optional
-        None: some that the layout can have.
+        None for a selection that the layout supports.
     strides : tuple of str
-        "own" caches, "halves" of one array, "strided": gaps on every axis.
+        K and V are "own" arrays, "halves" of one array, or "strided" with gaps on every axis.
     contiguous : bool
-        q has no gaps either.
+        Whether q has no gaps either.
     finite_left_of_window : bool
-        Keys and values left of the window are not poisoned in decode.
+        Whether keys and values left of the window are finite in decode, instead of poison.
     options : tuple of str
         Which of scale, softcap, alibi_slopes, window, sinks, causal and k_scale (with v_scale), and in prefill
         window_right, leftpad and mask, may be other than their default; seq_slopes: slopes for each sequence.
     score_mods : tuple
         Functions, or None for none.
     poisons : tuple of str
-        What fills the unused: "nan", "inf", "huge" or "zero".
+        Contents of unused memory: "nan", "inf", "huge" or "zero".
     needles : bool
-        Some problems have keys that take all the weight of their heads, and values that say where they lie.
+        Whether some problems have keys that take all the weight of their heads, and values that encode their place.
     longest : int
-        Tokens of a sequence.
+        The most tokens of a sequence.
     elements : int
-        Elements of the K of a sequence, and a quarter as many in prefill; for a second block within `longest`
-        it may be more.
+        The most elements in the K of a sequence, a quarter as many in prefill; more if that is needed for a second
+        block within `longest`.
     most_seqs : int
-        Sequences of a batch.
+        The most sequences of a batch.
 
     Examples
     --------

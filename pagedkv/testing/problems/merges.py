@@ -1,4 +1,4 @@
-"""Problems of merge_states: partial attentions, of which some are over no keys."""
+"""Problems of merge_states: partial results, some of them without keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class MergeSpec:
-    """How many states of which dtype and shape (rows, num_heads, head_dim), in a list or stacked."""
+    """The number, dtype and shape (rows, num_heads, head_dim) of states, in a list or stacked."""
 
     dtype: str = "float32"
     num_states: int = 2
@@ -26,7 +26,7 @@ class MergeSpec:
 
 @st.composite
 def merge_specs(draw: st.DrawFn, head_dims: tuple[int, ...] = (8, 16, 64, 80)) -> MergeSpec:
-    """Merges of up to five states."""
+    """Draw merges of up to five states."""
     shape = (draw(st.integers(0, 5)), draw(st.integers(1, 4)), draw(st.sampled_from(head_dims)))
     return MergeSpec(
         draw(st.sampled_from(list(FLOATS))),
@@ -38,7 +38,7 @@ def merge_specs(draw: st.DrawFn, head_dims: tuple[int, ...] = (8, 16, 64, 80)) -
 
 
 def states(seed: int, count: int, dtype: str = "float32", shape: tuple[int, ...] = (5, 3, 16)) -> tuple[Array, Array]:
-    """Partial attentions, a third of which are over no keys."""
+    """Make partial results, a third of them without keys."""
     rng = np.random.default_rng(seed)
     lses = (10 * rng.standard_normal((count, *shape[:-1]))).astype(np.float32)
     lses[rng.random(lses.shape) < 1 / 3] = -np.inf

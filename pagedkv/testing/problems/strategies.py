@@ -1,4 +1,4 @@
-"""Hypothesis strategies: specs of attention problems around every boundary; functions for score_mod."""
+"""Hypothesis strategies for attention problems around every boundary, and functions for score_mod."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import hypothesis.strategies as st
 from .attention import Problem, Spec, build
 from .limits import BLOCK_SIZES, Limits
 
-SPLIT = 512  # tokens that kernels sum without a merge: lengths and windows around it meet another path
+SPLIT = 512  # tokens that kernels sum without a merge; longer sequences take another path
 
 
 def fade(score, q_pos, k_pos, head, seq):
-    """A `score_mod` that problems are drawn with: older keys count less, by an amount of each head's own.
+    """A `score_mod` for problems: older keys count less, by an amount that depends on the head.
 
     Examples
     --------
@@ -27,12 +27,12 @@ def fade(score, q_pos, k_pos, head, seq):
 
 
 def own_parity(score, q_pos, k_pos, head, seq):
-    """Odd heads see odd keys: of a sequence of one token, none."""
+    """A `score_mod` with which odd heads see only odd keys, and none in a sequence of one token."""
     return -math.inf if k_pos % 2 != head % 2 else score
 
 
 def decode_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
-    """Arguments of decode_attention within limits, those of `Limits()` if None.
+    """A strategy for problems of decode_attention within limits, by default `Limits()`.
 
     Examples
     --------
@@ -48,7 +48,7 @@ def decode_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
 
 
 def prefill_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]:
-    """Arguments of prefill_attention within limits, those of `Limits()` if None.
+    """A strategy for problems of prefill_attention within limits, by default `Limits()`.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def prefill_problems(limits: Limits | None = None) -> st.SearchStrategy[Problem]
     return specs_within(limits or Limits(), prefill=True).map(build)
 
 
-# Made once: Hypothesis takes longer to check a new strategy than to draw from it.
+# Cached, since Hypothesis takes longer to check a new strategy than to draw from it.
 @lru_cache(typed=True)
 def _one_of(*values: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(values)
@@ -71,7 +71,7 @@ def _one_of(*values: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec:
-    """Every combination of shapes, dtypes and options that the limits allow, small enough for the oracle."""
+    """Draw any combination of shapes, dtypes and options that the limits allow, small enough for the reference."""
     layout = draw(_one_of(*limits.layouts))
     kv_dtype = draw(_one_of(*limits.kv_dtypes))
     score_mod = draw(st.sampled_from(limits.score_mods))  # not kept: they are the caller's
@@ -84,7 +84,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     groups = [
         g for g in limits.group_sizes if g * num_kv_heads * head_dim >= 64 and g * num_kv_heads <= most_heads
     ] or [max(limits.group_sizes)]
-    if score_mod:  # decode with one head to a KV head is a kernel of its own, and none with a score_mod is kept
+    if score_mod:  # kernels with a score_mod are not kept on disk: compile none for one head per KV head
         groups = [g for g in groups if g > 1] or groups
     group_size = draw(_one_of(*groups))
     fits = limits.elements // (num_kv_heads * head_dim * (4 if prefill else 1))
@@ -143,7 +143,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
 
 @lru_cache
 def _lengths(block_size: int, longest: int) -> st.SearchStrategy[int]:
-    """Lengths at the boundaries of blocks and splits, and any others."""
+    """Draw lengths at the boundaries of blocks and splits, and any others."""
     near = [0, 1, block_size - 1, block_size, block_size + 1, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 1]
     return st.sampled_from([n for n in near if n <= longest]) | st.integers(0, min(longest, 1100))
 
@@ -155,7 +155,7 @@ def _query_lengths(seq_len: int) -> st.SearchStrategy[int]:
 
 
 def _needles(spec: Spec) -> st.SearchStrategy[tuple[int, ...]]:
-    """A position for each KV head: of the first and last tokens of a sequence, of a block, or any."""
+    """Draw a position for each KV head: near the ends of a sequence or a block, or anywhere."""
     last = max(spec.seq_lens) - 1
     near = sorted({min(max(n, 0), max(last, 0)) for n in (0, 1, spec.block_size - 1, spec.block_size, last - 1, last)})
     positions = st.sampled_from(near) | st.integers(0, max(last, 0))

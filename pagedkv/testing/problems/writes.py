@@ -1,4 +1,4 @@
-"""Problems of write_kv: tokens, slots of which some are negative, and caches that hold poison."""
+"""Problems of write_kv: tokens, slots that may be negative, and caches full of poison."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class WriteSpec:
-    """The caches as a Spec, and the tokens that are written to them.
+    """The caches as a Spec, and the tokens to write to them.
 
     Attributes
     ----------
     cache : Spec
     token_dtype : str
-        Of k and v.
+        The dtype of k and v.
     num_tokens : int
     backwards : bool
-        k and v have negative strides.
+        Whether k and v have negative strides.
     """
 
     cache: Spec
@@ -37,7 +37,7 @@ class WriteSpec:
 
 @dataclasses.dataclass
 class WriteProblem:
-    """The arguments of one call of write_kv."""
+    """The arguments of a call of write_kv."""
 
     k: Array
     v: Array
@@ -53,7 +53,7 @@ def write_specs(
     kv_dtypes: tuple[str, ...] = KV_DTYPES,
     strides: tuple[str, ...] = STRIDES,
 ) -> WriteSpec:
-    """Writes to caches of any layout and dtype."""
+    """Draw writes to caches of any layout and dtype."""
     kv_dtype = draw(st.sampled_from(kv_dtypes))
     layout = draw(st.sampled_from(layouts))
     cache = Spec(
@@ -72,7 +72,7 @@ def write_specs(
 
 
 def build_write(spec: WriteSpec) -> WriteProblem:
-    """The arrays of a spec: a fifth of the tokens is skipped."""
+    """Make the arrays of a spec, with negative slots for a fifth of the tokens."""
     problem = build(spec.cache)
     k, v = tokens(spec.num_tokens, spec.cache, spec.token_dtype, spec.cache.seed)
     rng = np.random.default_rng(spec.cache.seed)
@@ -85,7 +85,7 @@ def build_write(spec: WriteSpec) -> WriteProblem:
 
 
 def tokens(count: int, spec: Spec, dtype: str = "float32", seed: int = 0) -> Array:
-    """k, v (count, Hkv, D) that need rounding, and that leave the range of fp8."""
+    """Draw k and v (count, Hkv, D) that need rounding and exceed the range of fp8."""
     rng = np.random.default_rng(seed)
     shape = (2, count, spec.num_kv_heads, spec.head_dim)
     x = rng.standard_normal(shape, np.float32) * 10.0 ** rng.uniform(-4, 3, shape).astype(np.float32)
