@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import pagedkv
 from pagedkv.bench.contest import median
-from pagedkv.bench.gpu.device import QUICK_COPY_BYTES, open_gpu
+from pagedkv.bench.gpu.device import open_gpu
 from pagedkv.bench.gpu.measure import on_gpu
 
 from ..bench.gpu.fake_gpu import FakeGpu
@@ -65,7 +65,7 @@ class Speeds:
     """Measures cells on a GPU, or in the emulator."""
 
     def __init__(self, is_dry: bool) -> None:
-        self.gpu = OnTheHost("torch") if is_dry else open_gpu(QUICK_COPY_BYTES)
+        self.gpu = OnTheHost("torch") if is_dry else open_gpu()
         self.device = "cpu" if is_dry else "cuda"
         self.options = {"backend": "emulator"} if is_dry else {}
 

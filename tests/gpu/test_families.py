@@ -83,14 +83,19 @@ class OnDevice:
         return self.framework.fetch(out), self.framework.fetch(lse)
 
 
-@pytest.mark.parametrize(
-    ("name", "frame"),
-    [
-        *((name, "host") for name in SHORT),
-        *long((name, "host") for name in FAMILIES if name not in SHORT),
-        *(pytest.param(name, "torch", marks=pytest.mark.gpu) for name in FAMILIES),
-    ],
-)
+def over(names, *frames):
+    """Parametrise by families: all of them on a GPU, and in the emulator's short run those in SHORT."""
+    return pytest.mark.parametrize(
+        ("name", "frame"),
+        [
+            *((name, "host") for name in names if name in SHORT),
+            *long((name, "host") for name in names if name not in SHORT),
+            *(pytest.param(name, frame, marks=pytest.mark.gpu) for frame in frames for name in names),
+        ],
+    )
+
+
+@over(FAMILIES, "torch")
 def test_a_family_is_right_and_has_the_same_bits_again_and_again(name, frame, monkeypatch):
     monkeypatch.setenv("PAGEDKV_WGMMA", "1" if name in WGMMAS else "")
     held = OnDevice(FRAMES[frame](), FAMILIES[name])
@@ -101,9 +106,10 @@ def test_a_family_is_right_and_has_the_same_bits_again_and_again(name, frame, mo
         assert_same_bits(held.result(**kernel), first)
 
 
-@pytest.mark.parametrize("name", ["split 64 dims", *long(["split many splits", "prefill few rows"])])
-def test_replays_and_calls_between_them_have_the_same_bits(framework, name):
+@over(["split 64 dims", "split many splits", "prefill few rows"], "torch", "cupy")
+def test_replays_and_calls_between_them_have_the_same_bits(name, frame):
     """Nothing runs before the capture, and lengths change between replays."""
+    framework = FRAMES[frame]()
     held = OnDevice(framework, FAMILIES[name])
     out, lengths = held.zeros(), held.problem.seq_lens
     replay = capture(framework, lambda: held.attend(out, check=False), 0)
