@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..operations.attention import prefill_attention
+from .ragged import as_blocks, behind_padding
 
 OLDEST, BEFORE = (2, 13), (2, 15)
 
@@ -108,7 +108,7 @@ def _attend(
         if x is not None and x.dtype != torch.int32:
             raise TypeError(f"{name} must have dtype torch.int32, got {x.dtype}")
     if block_table is None:
-        key, value, block_table, lens = _as_blocks(key, value, cum_seq_k, seqused_k)
+        key, value, block_table, lens = as_blocks(key, value, cum_seq_k, seqused_k)
     elif seqused_k is None:
         raise ValueError("seqused_k must say how many tokens each sequence has where block_table is given, got None")
     else:
@@ -116,7 +116,7 @@ def _attend(
     leftpad, starts = None, cum_seq_q.numpy()
     query_lens = starts[1:] - starts[:-1]  # np.diff takes three times as long
     if query_lens.shape == lens.shape and (query_lens > lens.numpy()).any():
-        block_table, lens, leftpad = _behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1])
+        block_table, lens, leftpad = behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1])
     # torch says is_causal for the tuple (-1, 0) alone, but passes the window as it is.
     left = -1 if window_size_left is None else window_size_left
     right = 0 if is_causal else -1 if window_size_right is None else window_size_right
@@ -125,46 +125,6 @@ def _attend(
         window=None if left < 0 else left + 1, window_right=None if right < 0 else right, out=out, return_lse=True,
     )  # fmt: skip
     return result, lse.t().contiguous()
-
-
-def _as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, Any, Any]:
-    """Ragged keys and values as blocks where they lie, the table of the blocks, and the length of each sequence.
-
-    A block is as long as the starts of the sequences allow: one token, or a whole slot where all slots are alike.
-    """
-    if starts is None:
-        raise ValueError("cu_seq_k must say where each sequence begins where block_table is not given, got None")
-    begin = starts.numpy()
-    room = np.diff(begin)
-    lens = room if used is None else used.numpy()
-    num_tokens = min(len(key), len(value))
-    if not len(begin) or begin[0] < 0 or (room < 0).any() or begin[-1] > num_tokens:
-        raise ValueError(
-            f"cu_seq_k must never decrease, in 0..{num_tokens}, the tokens of key and value, got {begin.tolist()}"
-        )
-    if lens.shape != room.shape or (lens > room).any():
-        raise ValueError(f"seqused_k must be at most the tokens between cu_seq_k, {room.tolist()}, got {lens.tolist()}")
-    if not begin[-1]:  # a block that no sequence reads
-        key, value, begin = key.new_zeros(1, *key.shape[1:]), value.new_zeros(1, *value.shape[1:]), begin + 1
-    block_size = int(np.gcd.reduce(begin))
-    num_blocks = -(-int(lens.max(initial=0)) // block_size)
-    tables = begin[:-1, None] // block_size + np.arange(num_blocks, dtype=np.int32)
-    np.minimum(tables, begin[-1] // block_size - 1, out=tables)  # past the end of a sequence anything is fine
-    blocks = (x[: begin[-1]].unflatten(0, (-1, block_size)) for x in (key, value))
-    return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
-
-
-def _behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int) -> tuple[Any, Any, Any]:
-    """Tables, lengths and padding of sequences that would have fewer keys than queries, which sit at their last keys.
-
-    Blocks that nobody sees, in front of such a sequence, have room for its first queries.
-    """
-    in_front = -(-np.maximum(query_lens - lens, 0) // block_size)
-    width = int((in_front - (-lens // block_size)).max())
-    columns = np.arange(1, width + 1) - in_front[:, None]
-    behind_zeros = np.pad(tables, ((0, 0), (1, 0)))
-    tables = np.take_along_axis(behind_zeros, columns.clip(0, tables.shape[1]), axis=1)
-    return tables, lens + in_front * np.int32(block_size), in_front * np.int32(block_size)
 
 
 def _backward(*args: Any, **options: Any) -> Any:

@@ -153,7 +153,7 @@ def decode_attention(
         alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel,
         backend=backend, out=out, return_lse=return_lse, check=check,
     )  # fmt: skip
-    return _attend(arguments)
+    return attend(arguments)
 
 
 @between_graphs
@@ -286,10 +286,11 @@ def prefill_attention(
         softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel, backend=backend, out=out,
         return_lse=return_lse, check=check,
     )  # fmt: skip
-    return _attend(arguments)
+    return attend(arguments)
 
 
-def _attend(arguments: AttentionArguments) -> Any:
+def attend(arguments: AttentionArguments) -> Any:
+    """Run `decode_attention`, or `prefill_attention` if they are ragged, with these arguments."""
     if type(arguments.q) is not np.ndarray and (used := gpu_backend()) is not None:
         repeated = used.plans.repeat(arguments)
         if repeated is not None:

@@ -1,0 +1,326 @@
+"""vLLM's operations on paged caches, in the argument order that kernels-community/paged-attention keeps.
+
+``from pagedkv.compat import vllm as ops`` in place of ``from paged_attention import ...``, or of ``from vllm import
+_custom_ops as ops`` of the releases that had them. Key caches are (num_blocks, num_kv_heads, head_dim / x, block_size,
+x) with x = 16 / itemsize, value caches (num_blocks, num_kv_heads, head_dim, block_size).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..arrays import between_graphs
+from ..operations import caches
+from ..operations.attention import decode_attention
+
+# What the strings of kv_cache_dtype are here.
+KV_DTYPES = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+@between_graphs
+def paged_attention_v1(
+    out: Any,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Any,
+    seq_lens: Any,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """Attention of one token per sequence over paged keys and values, into `out`.
+
+    Parameters
+    ----------
+    out, query : (num_seqs, num_heads, head_dim) tensor
+    key_cache, value_cache : tensor
+        In the layout of the module; of query's dtype, or uint8 for fp8.
+    num_kv_heads, block_size : int
+        Those of the caches.
+    scale : float
+        Factor of ``q . k``.
+    block_tables : (num_seqs, max_blocks) int32 tensor
+    seq_lens : (num_seqs,) int32 tensor
+    max_seq_len : int
+        A bound that no length exceeds.
+    alibi_slopes : (num_heads,) float32 tensor or None
+    kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}
+        "fp8" is e4m3.
+    k_scale, v_scale : float, or float32 tensor of one element
+        value = code * scale.
+    tp_rank, blocksparse_...
+        Of block-sparse attention, which is refused: only the defaults are taken, and any `tp_rank`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As of `pagedkv.decode_attention`, for sizes that are not those of the caches, and for block-sparse attention.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> k_cache, v_cache = torch.ones(4, 2, 16, 8, 4), torch.ones(4, 2, 64, 8)
+    >>> query, out = torch.ones(1, 8, 64), torch.empty(1, 8, 64)
+    >>> tables, lens = torch.tensor([[3, 1]]).int(), torch.tensor([12]).int()
+    >>> ops.paged_attention_v1(out, query, k_cache, v_cache, 2, 0.125, tables, lens, 8, 12, None, "auto", 1.0, 1.0)
+    >>> bool((out == 1).all())
+    True
+    """
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    _attend(
+        "v1", out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes, kv_cache_dtype, k_scale, v_scale, sparse,
+    )  # fmt: skip
+
+
+@between_graphs
+def paged_attention_v2(
+    out: Any,
+    exp_sum: Any,
+    max_logits: Any,
+    tmp_out: Any,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Any,
+    seq_lens: Any,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+    tp_rank: int = 0,
+    blocksparse_local_blocks: int = 0,
+    blocksparse_vert_stride: int = 0,
+    blocksparse_block_size: int = 64,
+    blocksparse_head_sliding_step: int = 0,
+) -> None:
+    """As `paged_attention_v1`, with the keys of a sequence split over thread blocks.
+
+    Parameters
+    ----------
+    exp_sum, max_logits, tmp_out
+        Scratch memory of the original, left as it is: pagedkv has its own.
+    out, query, ...
+        As in `paged_attention_v1`.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `paged_attention_v1`.
+    """
+    sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
+    _attend(
+        "v2", out, query, key_cache, value_cache, num_kv_heads, scale, block_tables, seq_lens, block_size, max_seq_len,
+        alibi_slopes, kv_cache_dtype, k_scale, v_scale, sparse,
+    )  # fmt: skip
+
+
+@between_graphs
+def reshape_and_cache(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """Write keys and values to their slots of caches in the layout of the module.
+
+    Parameters
+    ----------
+    key, value : (num_tokens, num_kv_heads, head_dim) tensor
+        As many tokens as `slot_mapping` has, or more, which are padding.
+    key_cache, value_cache : tensor
+    slot_mapping : (n,) int64 tensor
+        ``block * block_size + offset``; tokens with a negative one are skipped.
+    kv_cache_dtype, k_scale, v_scale
+        As in `paged_attention_v1`; code = value / scale, saturated at the largest one.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As of `pagedkv.write_kv`.
+    """
+    _write(key, value, key_cache, value_cache, slot_mapping, "vllm", kv_cache_dtype, k_scale, v_scale)
+
+
+@between_graphs
+def reshape_and_cache_flash(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    """As `reshape_and_cache`, for caches (num_blocks, block_size, num_kv_heads, head_dim)."""
+    _write(key, value, key_cache, value_cache, slot_mapping, "NHD", kv_cache_dtype, k_scale, v_scale)
+
+
+def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: Any) -> None:
+    """Copy blocks within all caches of all layers.
+
+    Parameters
+    ----------
+    key_caches, value_caches : list of tensor
+    block_mapping : (n, 2) int64 tensor
+        (source, destination).
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As of `pagedkv.copy_blocks`.
+    """
+    caches.copy_blocks(key_caches, value_caches, block_mapping)
+
+
+def swap_blocks(src: Any, dst: Any, block_mapping: Any) -> None:
+    """Copy blocks from one cache to another, which may be on the other side.
+
+    Parameters
+    ----------
+    src, dst : tensor
+    block_mapping : (n, 2) int64 tensor
+        (source, destination).
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As of `pagedkv.swap_blocks`.
+    """
+    caches.swap_blocks(src, dst, block_mapping)
+
+
+def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
+    """Convert a cache to fp8, or from it: whichever of the two tensors is uint8 has the codes.
+
+    Parameters
+    ----------
+    output : tensor
+        Written: codes of ``input / scale``, saturated, or ``code * scale``.
+    input : tensor
+        Of output's shape.
+    scale : float
+    kv_dtype : {"fp8", "fp8_e4m3", "fp8_e5m2"}
+
+    Raises
+    ------
+    ValueError
+        Not just one of the two is uint8, their shapes differ, or there is no such kv_dtype.
+    """
+    float8 = _FLOAT8[_kv_dtype("kv_dtype", kv_dtype, with_auto=False)]
+    if (output.dtype == torch.uint8) == (input.dtype == torch.uint8) or output.shape != input.shape:
+        raise ValueError(
+            "output and input must have one shape, and one of them dtype torch.uint8, "
+            f"got {output.dtype} of {tuple(output.shape)} and {input.dtype} of {tuple(input.shape)}"
+        )
+    if output.dtype == torch.uint8:
+        most = torch.finfo(float8).max
+        output.copy_((input.float() / scale).clamp(-most, most).to(float8).view(torch.uint8))
+    else:
+        output.copy_(input.contiguous().view(float8).float() * scale)
+
+
+def _attend(
+    kernel: Any,
+    out: Any,
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    num_kv_heads: int,
+    scale: float,
+    block_tables: Any,
+    seq_lens: Any,
+    block_size: int,
+    max_seq_len: int,
+    alibi_slopes: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+    sparse: tuple[int, int, int, int],
+) -> None:
+    if sparse != (0, 0, 64, 0):
+        raise ValueError(
+            "blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size and "
+            f"blocksparse_head_sliding_step must be 0, 0, 64 and 0, got {sparse}: pagedkv has no block-sparse attention"
+        )
+    if key_cache.dim() != 5:
+        raise ValueError(
+            "key_cache must have shape (num_blocks, num_kv_heads, head_dim / x, block_size, x) with x = 16 / itemsize, "
+            f"got {tuple(key_cache.shape)}: reshape it"
+        )
+    if (num_kv_heads, block_size) != (key_cache.shape[1], key_cache.shape[3]):
+        raise ValueError(
+            f"num_kv_heads and block_size must be {key_cache.shape[1]} and {key_cache.shape[3]}, those of key_cache, "
+            f"got {num_kv_heads} and {block_size}"
+        )
+    decode_attention(
+        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len=max_seq_len, scale=scale, kernel=kernel,
+        alibi_slopes=alibi_slopes, out=out, layout="vllm", **_stored(num_kv_heads, kv_cache_dtype, k_scale, v_scale),
+    )  # fmt: skip
+
+
+def _write(
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    layout: Any,
+    kv_cache_dtype: str,
+    k_scale: Any,
+    v_scale: Any,
+) -> None:
+    num_tokens, stored = len(slot_mapping), _stored(key.shape[1], kv_cache_dtype, k_scale, v_scale)
+    caches.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, layout=layout, **stored)
+
+
+def _stored(num_kv_heads: int, kv_cache_dtype: str, k_scale: Any, v_scale: Any) -> dict[str, Any]:
+    """How caches are stored; without fp8 the original looks at no scale."""
+    kv_dtype = _kv_dtype("kv_cache_dtype", kv_cache_dtype)
+    if kv_dtype is None:
+        return {}
+    return {
+        "kv_dtype": kv_dtype,
+        "k_scale": _scale("k_scale", k_scale, num_kv_heads),
+        "v_scale": _scale("v_scale", v_scale, num_kv_heads),
+    }
+
+
+def _kv_dtype(name: str, given: str, *, with_auto: bool = True) -> Any:
+    names = [x for x in KV_DTYPES if with_auto or x != "auto"]
+    if given not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {given!r}")
+    return KV_DTYPES[given]
+
+
+def _scale(name: str, scale: Any, num_kv_heads: int) -> Any:
+    if not isinstance(scale, torch.Tensor):
+        return scale
+    if scale.numel() != 1:
+        raise ValueError(f"{name} must have one element, got {tuple(scale.shape)}")
+    # One for each KV head, instead of a number that would have to be read from the device.
+    return scale.reshape(1).expand(num_kv_heads).contiguous() if scale.is_cuda else float(scale)

@@ -1,0 +1,211 @@
+"""compat.flash_attn against dense attention written with torch, over the parameters of FlashAttention's own tests."""
+
+import math
+import re
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from pagedkv.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+HKV, D = 2, 32
+
+
+def dense(q, k, v, *, causal, window_size, leftpad=0, softcap=0.0, slopes=None, scale=None):
+    """Attention of q (n, Hq, D) to k, v (L, Hkv, D), aligned at the bottom right, and its LSE (Hq, n)."""
+    n, length, group = len(q), len(k), q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.double(), k) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(length) - (torch.arange(n)[:, None] + length - n)
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * distance.abs()
+    left, right = window_size
+    hidden = (torch.arange(length) < leftpad).expand(n, length).clone()
+    if left >= 0:
+        hidden |= distance < -left
+    if causal or right >= 0:
+        hidden |= distance > (0 if causal else right)
+    scores = scores.masked_fill(hidden, -math.inf)
+    weights = scores.softmax(dim=-1).nan_to_num(0.0)
+    return torch.einsum("hnl,lhd->nhd", weights, v), scores.logsumexp(dim=-1)
+
+
+def rotated(x, positions, cos, sin, interleaved):
+    """x (n, H, D) with its first dims rotated, pair by pair."""
+    half, result = cos.shape[1], x.double().clone()
+    for i in range(half):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        c, s = cos[positions, i].double()[:, None], sin[positions, i].double()[:, None]
+        result[..., a] = x[..., a] * c - x[..., b] * s
+        result[..., b] = x[..., b] * c + x[..., a] * s
+    return result.to(x.dtype)
+
+
+@st.composite
+def kvcache_cases(draw):
+    """The parameters of test_flash_attn_kvcache of FlashAttention, with page sizes of any number."""
+    seqlen_q, seqlen_k = draw(st.sampled_from([(1, 20), (1, 139), (3, 24), (64, 80), (64, 256), (3, 799), (30, 30)]))
+    new_kv = draw(st.booleans())
+    page = draw(st.sampled_from([None, 7, 16, 256]))
+    return {
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "group": draw(st.sampled_from([1, 3])),
+        "new_kv": new_kv,
+        "rotary": draw(st.sampled_from([None, None, (16, True), (32, True), (16, False), (32, False)]))
+        if new_kv
+        else None,
+        "page": page,
+        "batch_idx": page is None and draw(st.booleans()),
+        "leftpad": draw(st.booleans()),
+        "causal": draw(st.booleans()),
+        "window_size": draw(st.sampled_from([(-1, -1), (-1, -1), (5, 0), (0, 3), (17, -1), (-1, 6)])),
+        "alibi": draw(st.sampled_from([None, None, "heads", "sequences"])),
+        "softcap": draw(st.sampled_from([0.0, 0.0, 15.0])),
+        "seed": draw(st.integers(0, 2**16)),
+    }
+
+
+@settings(max_examples=60)
+@given(case=kvcache_cases())
+def test_kvcache_meets_dense_attention(case):
+    torch.manual_seed(case["seed"])
+    seqlen_q, seqlen_k, batch = case["seqlen_q"], case["seqlen_k"], 3
+    heads, page = HKV * case["group"], case["page"]
+    q = torch.randn(batch, seqlen_q, heads, D)
+    k_new, v_new = torch.randn(2, batch, seqlen_q, HKV, D)
+    if page is None:
+        rows = 2 * batch if case["batch_idx"] else batch
+        caches = torch.randn(2, rows, seqlen_k + seqlen_q, HKV, D)
+        index = torch.randperm(rows)[:batch].int()
+        tables = index[:, None] if case["batch_idx"] else torch.arange(batch, dtype=torch.int32)[:, None]
+        where = {"cache_batch_idx": index} if case["batch_idx"] else {}
+    else:
+        width = -(-(seqlen_k + seqlen_q) // page)
+        caches = torch.randn(2, batch * width + 2, page, HKV, D)
+        tables = torch.randperm(batch * width)[: batch * width].view(batch, width).int()
+        where = {"block_table": tables}
+    lens = torch.randint(0, seqlen_k + 1, (batch,), dtype=torch.int32)
+    leftpad = (torch.rand(batch) * (lens + 1)).int() if case["leftpad"] else None
+    slopes = {None: None, "heads": torch.rand(heads), "sequences": torch.rand(batch, heads)}[case["alibi"]]
+    cos, sin = (f(torch.arange(seqlen_k + seqlen_q)[:, None] * torch.rand(16)) for f in (torch.cos, torch.sin))
+    width, interleaved = case["rotary"] or (0, False)
+    tables_of_angles = {"rotary_cos": cos[:, : width // 2], "rotary_sin": sin[:, : width // 2]} if width else {}
+    k_cache, v_cache = caches[0].clone(), caches[1].clone()
+    new = {"k": k_new, "v": v_new, "rotary_interleaved": interleaved, **tables_of_angles} if case["new_kv"] else {}
+    options = {name: case[name] for name in ("causal", "window_size", "softcap")}
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lens, cache_leftpad=leftpad, alibi_slopes=slopes, return_softmax_lse=True,
+        **new, **where, **options,
+    )  # fmt: skip
+
+    is_local = case["causal"] or case["window_size"] != (-1, -1)
+    for i, length in enumerate(lens.tolist()):
+        flat = [x[tables[i].long()].flatten(0, 1) for x in caches]
+        queries = q[i]
+        if case["new_kv"]:
+            positions = length + torch.arange(seqlen_q)
+            own_k = k_new[i]
+            if width:
+                own_k = rotated(own_k, positions, cos[:, : width // 2], sin[:, : width // 2], interleaved)
+                at = positions if is_local else torch.full((seqlen_q,), length)
+                queries = rotated(queries, at, cos[:, : width // 2], sin[:, : width // 2], interleaved)
+            flat[0][length : length + seqlen_q], flat[1][length : length + seqlen_q] = own_k, v_new[i]
+            length += seqlen_q
+        after = [x[tables[i].long()].flatten(0, 1)[:length] for x in (k_cache, v_cache)]
+        torch.testing.assert_close(after[0], flat[0][:length], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(after[1], flat[1][:length], atol=0, rtol=0)
+        own = None if slopes is None else slopes if slopes.dim() == 1 else slopes[i]
+        pad = 0 if leftpad is None else int(leftpad[i])
+        expected, expected_lse = dense(queries, *(x[:length] for x in flat), leftpad=pad, slopes=own, **options)
+        torch.testing.assert_close(out[i].double(), expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(lse[i].double(), expected_lse, atol=3e-5, rtol=1e-4)
+
+
+@settings(max_examples=25)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=4),
+    causal=st.booleans(),
+    window_size=st.sampled_from([(-1, -1), (4, 0), (2, 3)]),
+    page=st.sampled_from([None, 3, 16]),
+    seed=st.integers(0, 99),
+)
+def test_varlen_meets_dense_attention(lens, causal, window_size, page, seed):
+    torch.manual_seed(seed)
+    query_lens, key_lens = (torch.tensor([0, *x]) for x in zip(*lens, strict=True))
+    cu_q, cu_k = query_lens.cumsum(0).int(), key_lens.cumsum(0).int()
+    q, (k, v) = torch.randn(int(cu_q[-1]), 4, D), torch.randn(2, int(cu_k[-1]), HKV, D)
+    tables, k_given, v_given = None, k, v
+    if page:
+        width = -(-int(key_lens.max()) // page)
+        tables = torch.randperm(len(lens) * width).view(len(lens), width).int()
+        k_given, v_given = torch.full((2, max(len(lens) * width, 1), page, HKV, D), math.nan)
+        for i, (_, n) in enumerate(lens):
+            t = torch.arange(n)
+            at = tables[i, t // page].long(), t % page
+            k_given[at], v_given[at] = k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]]
+    out, lse, none = flash_attn_varlen_func(
+        q, k_given, v_given, cu_q, cu_k, 40, 60, causal=causal, window_size=window_size, return_attn_probs=True,
+        block_table=tables,
+    )  # fmt: skip
+    assert none is None
+    for i in range(len(lens)):
+        rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        expected, expected_lse = dense(q[rows], k[keys], v[keys], causal=causal, window_size=window_size)
+        torch.testing.assert_close(out[rows].double(), expected, atol=3e-5, rtol=1e-4)
+        torch.testing.assert_close(lse[:, rows].double(), expected_lse, atol=3e-5, rtol=1e-4)
+
+
+Q, CACHE, NEW = torch.zeros(1, 2, 4, D), torch.zeros(1, 8, HKV, D), torch.zeros(1, 2, HKV, D)
+LENS, ANGLES = torch.tensor([3]).int(), torch.ones(9, D // 2)
+REFUSED = [
+    ({"qv": Q}, "qv must not be given: pagedkv has no second query for a latent V (MLA)"),
+    ({"q_descale": torch.ones(1, 2)}, "q_descale must not be given"),
+    ({"attention_chunk": 4}, "attention_chunk must not be given: chunks are no window of pagedkv"),
+    ({"cu_seqlens_q": LENS}, "cu_seqlens_q must not be given: call flash_attn_varlen_func"),
+    ({"block_table": LENS[:, None], "page_table": LENS[:, None]}, "two names of one argument"),
+    ({"block_table": LENS[:, None], "cache_batch_idx": LENS}, "cache_batch_idx is for contiguous caches"),
+    ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "v, rotary_cos and rotary_sin need k"),
+    ({"k": NEW, "cache_seqlens": LENS}, "k needs v, and rotary_cos needs rotary_sin"),
+    ({"k": NEW, "v": NEW}, "cache_seqlens must say where k goes, got None"),
+    ({"k": NEW, "v": NEW, "cache_seqlens": 7}, "cache_seqlens must leave room for 2 new tokens of 8, got [7]"),
+    ({"k_descale": torch.ones(1, HKV)}, "k_descale and v_descale are for caches of fp8"),
+    ({"q": Q[0]}, "q must have shape (batch_size, seqlen, num_heads, head_dim)"),
+    ({"k": NEW, "v": NEW, "cache_seqlens": LENS, "softcap": -1.0}, "softcap must be positive"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_cannot_be_honoured_is_refused_and_nothing_is_written(changes, message):
+    k_cache, v_cache = CACHE.clone(), CACHE.clone()
+    given = {"q": Q, **changes}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        flash_attn_with_kvcache(given.pop("q"), k_cache, v_cache, **given)
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+def test_hints_change_nothing_and_unknown_names_are_a_type_error():
+    plain = flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=4)
+    hints = {"num_splits": 3, "scheduler_metadata": LENS, "pack_gqa": True, "sm_margin": 2, "attention_chunk": 0}
+    assert torch.equal(plain, flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=4, **hints))
+    with pytest.raises(TypeError, match="there is no argument block_tables"):
+        flash_attn_with_kvcache(Q, CACHE, CACHE, block_tables=LENS)
+    with pytest.raises(ValueError, match=r"dropout_p must be 0\.0"):
+        flash_attn_varlen_func(Q[0], Q[0], Q[0], LENS, LENS, 2, 2, 0.1)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        flash_attn_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE)
+
+
+def test_caches_of_fp8_have_scales_for_each_head():
+    codes = torch.randn(1, 8, HKV, D).to(torch.float8_e4m3fn)
+    descale = torch.tensor([[0.5, 2.0]])
+    out = flash_attn_with_kvcache(Q + 0.1, codes, codes, cache_seqlens=5, k_descale=descale, v_descale=descale)
+    wide = codes.float() * descale[0, :, None]
+    torch.testing.assert_close(out, flash_attn_with_kvcache(Q + 0.1, wide, wide, cache_seqlens=5), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="must be the same for all sequences"):
+        flash_attn_with_kvcache(Q, codes, codes, k_descale=torch.tensor([[1.0, 1.0], [1.0, 2.0]]))
