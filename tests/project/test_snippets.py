@@ -160,6 +160,15 @@ def says(words):
     return words in " ".join((ROOT / "README.md").read_text().split())
 
 
+def test_the_decode_loop_of_cupy_runs_with_numpy():
+    """Its blocks need a GPU for CuPy alone."""
+    program = "".join(blocks(ROOT / "docs" / "howto" / "device-arrays.md", "python"))
+    namespace = {}
+    exec(compile(program.replace("import cupy as xp", "import numpy as xp"), "device-arrays.md", "exec"), namespace)
+    assert namespace["texts"].shape == (2, 21)
+    assert namespace["cache"].num_seqs == 1  # the first one of the page
+
+
 def test_readme_program_with_torch():
     assert says("For torch, change the first line to `import torch as xp`")
     assert changed(readme_program(), "import numpy as xp", "import torch as xp") == "torch.Size([1, 8, 64])\n"

@@ -1,5 +1,8 @@
 """Every family of models says with pagedkv what it says with eager attention; the others are refused."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -27,6 +30,14 @@ def test_a_family(family, device):
     exact, bound = error_bound(eager_model(family), texts[1])
     paged = logits(model, texts[1], (0, 30, 31, 32, 60), past_key_values=cache).cpu()
     assert (paged - exact).abs().max() <= bound
+
+
+def test_the_page_lists_every_family_that_is_tested():
+    page = (Path(__file__).parents[3] / "docs" / "howto" / "which-models.md").read_text()
+    tested = " ".join(
+        row.split("|")[2] for row in page.split("| family | tested |")[1].splitlines() if row.count("|") == 4
+    )
+    assert [name for name in FAMILIES if name.lower() not in re.sub(r"[ -]", "", tested).lower()] == []
 
 
 @pytest.mark.parametrize(
