@@ -4,9 +4,9 @@ Three things here cannot be done with one contiguous cache for each sequence:
 
 * a sequence takes blocks as it grows, so nothing is reserved for what it may never write;
 * sequences that begin alike share the blocks of their common beginning, which is computed once;
-* when the pool is full, the sequence that joined last gives its blocks back and is computed again later.
+* when the pool is full, the sequence that joined last is preempted and computed again later.
 
-`pagedkv.Scheduler` decides all of it; what is left here is the model, the draws and the texts.
+`pagedkv.Scheduler` does all of this; the code here runs the model, draws tokens and collects texts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from transformer import DenseAttention, PagedAttention, Transformer
 
 @dataclass(eq=False)
 class Sample:
-    """One text in the making.
+    """A sample of a prompt: its tokens so far, and why it ended.
 
     Attributes
     ----------
     prompt_index, sample_index : int
-        Which prompt, and which sample of it.
+        The number of the prompt, and of the sample of it.
     prompt, tokens : list of int
-        What it began with, and what was generated so far.
+        The tokens of the prompt, and those generated so far.
     done : str
         Why it ended; empty until then.
     """
@@ -42,20 +42,20 @@ class Sample:
     done: str = ""
 
     def draws(self, seed: int) -> np.random.Generator:
-        """Return the source of this sample's draws: it depends on nothing else in the batch."""
+        """Make this sample's random generator, which does not depend on the rest of the batch."""
         return np.random.default_rng([seed, self.prompt_index, self.sample_index])
 
 
 @dataclass
 class Counts:
-    """What the engine has used so far.
+    """Statistics of a run.
 
     Attributes
     ----------
     peak_blocks, peak_shared, peak_running : int
         The most blocks in use, blocks shared and samples running at a time.
     prefilled : int
-        Tokens of prompts that were computed.
+        Prompt tokens that were computed.
     """
 
     peak_blocks: int = 0
@@ -70,16 +70,16 @@ class Engine:
     Parameters
     ----------
     model : Transformer
-        Of NumPy's arrays.
+        A model of NumPy arrays.
     cache : pagedkv.PagedKVCache
-        With room for max_batch sequences, of arrays of array_module.
+        A cache with room for max_batch sequences, of arrays of array_module.
     prompts : list of list of int
-        Each at least one token.
+        Token ids of each prompt, at least one.
     num_samples, max_new_tokens, max_batch : int
         Samples of each prompt, tokens of each sample, samples that run at a time.
     sampling : Sampling
     backend : str
-        Where attention runs: "auto" for where the arrays are, or "emulator" for the CUDA kernels without a GPU.
+        Where attention runs: "auto" follows the arrays, "emulator" runs the CUDA kernels without a GPU.
     array_module : module
         NumPy, or CuPy for a GPU.
     """
@@ -113,11 +113,11 @@ class Engine:
                 sample.done = "the pool is too small"
 
     def run(self) -> Iterator[None]:
-        """Generate; yields whenever samples got a token each."""
+        """Generate all samples; yield after each step."""
         while step := self.scheduler.schedule():
             self._count(step)
             attend = PagedAttention(self.model_there, self.cache, step, self.backend)
-            # The last row of each sample, drawn from or not: if it is finite, so are the keys and values behind it.
+            # Check the last row of each sample, even if no token is drawn: if it is finite, so are the keys and values.
             logits = self.to_host(self.model_there.forward(step.tokens, attend, step.batch.query_starts[1:] - 1))
             tokens, sampled = [], {*step.sampled.tolist()}
             for request, row in zip(step.requests.tolist(), logits, strict=True):
@@ -151,10 +151,10 @@ class Engine:
 
 
 def dense_choices(model: Transformer, sample: Sample, sampling: Sampling, dtype: str) -> list[int]:
-    """Return the tokens that a contiguous cache of maximum length leads to, each after those before it in `sample`.
+    """Draw each token of a sample again with a contiguous cache, after the same tokens before it.
 
-    Every token is drawn with the same uniform number as in the sample. Where the two agree on all tokens, a run that
-    goes its own way with the contiguous cache generates the same text, and one that differs is shown where it begins.
+    Every token is drawn with the same random number as in the sample. If all tokens agree, a run with the contiguous
+    cache generates the same text; otherwise the first difference shows where it departs.
     """
     attend = DenseAttention(model, model.context, dtype)
     logits = []

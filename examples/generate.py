@@ -32,18 +32,18 @@ HEADER = (
     b"import os\nimport sys\nimport logging\nfrom pathlib import Path\n\nlogger = logging.getLogger(__name__)\n\n\n"
 )
 PROMPTS = [HEADER + b"def main(", HEADER + b"def read_file(path", HEADER + b"class Parser:\n    def __init__(self"]
-# Goes before every prompt, unseen, so that the model takes the prompt for the start of a line and not its middle.
+# Precedes every prompt invisibly, so that the model takes the prompt for the start of a line.
 NEW_PARAGRAPH = b"\n\n\n"
 
 
 class Console:
-    """Writes the samples in order, each as its tokens come, and a progress line when stderr is a terminal."""
+    """Writes the samples in order as their tokens come, and a progress line if stderr is a terminal."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, prompts: list[bytes]) -> None:
         self.engine, self.tokenizer, self.prompts = engine, tokenizer, prompts
         self.current = self.shown = 0
         self.started = time.perf_counter()
-        self.line = ""  # on a terminal, the unfinished last line, which shares its line with the progress
+        self.line = ""  # the unfinished last line of text, which on a terminal shares a line with the progress
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.progress = sys.stderr.isatty()
         self.merged = self.progress and sys.stdout.isatty()
@@ -67,7 +67,7 @@ class Console:
         self._write(text)
 
     def close(self) -> None:
-        """Take the progress line away and end the last line of text."""
+        """Erase the progress line, and end the last line of text."""
         if self.merged:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
@@ -109,7 +109,7 @@ class Console:
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
-    """Make a converter for argparse that says what is allowed."""
+    """Make a converter for argparse whose error names the allowed range."""
 
     def convert(text: str) -> float:
         try:

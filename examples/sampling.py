@@ -1,4 +1,4 @@
-"""Drawing the next token from the logits."""
+"""Sampling: draws the next token from logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ import numpy as np
 
 
 def require_finite(logits: np.ndarray) -> None:
-    """Raise FloatingPointError where no token can be chosen: with a NaN, with +inf, or with nothing but -inf."""
+    """Raise FloatingPointError if no token can be chosen: for a NaN, +inf, or only -inf."""
     if not np.isfinite(logits.max()):  # NaN is larger than anything
         raise FloatingPointError("the model's logits are not finite: look for NaN in its weights")
 
 
 @dataclass
 class Sampling:
-    """How the next token is drawn from the logits; temperature 0 takes the most probable one."""
+    """Options for drawing the next token; temperature 0 takes the most probable one."""
 
     temperature: float = 0.7
     top_k: int = 20
@@ -24,9 +24,10 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def choose(self, logits: np.ndarray, draw: float, seen: Sequence[int] = (), banned: Sequence[int] = ()) -> int:
-        """Return the token that a uniform draw from [0, 1) picks: a pure function of its arguments.
+        """Choose the token that `draw`, a uniform number in [0, 1), selects.
 
-        The tokens in `seen` get the penalty, those in `banned` are never drawn. Raises what `require_finite` raises.
+        Tokens in `seen` get the repetition penalty, those in `banned` are never chosen. Raises what `require_finite`
+        raises.
         """
         require_finite(logits)
         if self.repetition_penalty != 1 or len(banned):
@@ -40,7 +41,7 @@ class Sampling:
         order, p = order[p >= self.min_p], p[p >= self.min_p]
         p /= p.sum()
         order = order[: np.searchsorted(p.cumsum(), self.top_p) + 1]
-        # In the order of the token ids, so that two almost equal logits that change places change no draw.
+        # Sort by token id, so that two almost equal logits that change places do not change the draw.
         order.sort()
         p = np.exp((logits[order] - logits.max()).astype(np.float64) / self.temperature).cumsum()
         return int(order[np.searchsorted(p, draw * p[-1], side="right").clip(max=len(order) - 1)])

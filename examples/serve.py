@@ -5,10 +5,10 @@
     curl -N http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 60, "stream": true}'
     python examples/serve.py --model Qwen/Qwen3-0.6B      (needs "pagedkv[serve,transformers]")
 
-`/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for Prometheus; `/`
-draws the pool while it works. Requests share what they begin with, run together, and are computed by one thread
-(`server/worker.py`). What can never fit, or asks for what is not there, is refused with 400, what is too much at a time
-with 503 and Retry-After. The request of a client that leaves is aborted.
+It serves `/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for
+Prometheus; and `/`, a live picture of the pool. Requests share common prefixes, run together, and are computed by one
+thread (`server/worker.py`). A request that can never fit, or that asks for missing features, is refused with 400; too
+many requests at a time with 503 and Retry-After. The request of a client that leaves is aborted.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def memory(text: str) -> str | int | float:
-    """A converter for argparse: what PagedKVCache takes as `memory`."""
+    """Convert an argument to what PagedKVCache takes as `memory`."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -81,12 +81,12 @@ def memory(text: str) -> str | int | float:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Those by which clients may ask for the server."""
+    """The host names by which clients may reach the server."""
     return [*LOOPBACK, args.host, *args.allowed_host]
 
 
 def build(args: argparse.Namespace) -> Server:
-    """The server that the command line asks for."""
+    """Make the server that the command line describes."""
     most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
     pool = {"num_blocks": args.num_blocks if args.memory is None else None, "memory": args.memory}
     pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache}
@@ -115,7 +115,7 @@ def build(args: argparse.Namespace) -> Server:
 
 
 class OverHttp(uvicorn.Server):
-    """uvicorn, which ends what is computed when it ends, instead of waiting for it."""
+    """A uvicorn server that aborts running requests when it ends, instead of waiting for them."""
 
     def __init__(self, server: Server, max_connections: int) -> None:
         self._worker = server.worker

@@ -64,7 +64,7 @@ class Tokenizer:
 
 
 def _joined(tokens: list[int], pair: tuple[int, int], token: int) -> list[int]:
-    """The tokens with `token` for each pair, from left to right."""
+    """Replace each occurrence of a pair by `token`, from left to right."""
     joined: list[int] = []
     for symbol in tokens:
         if joined and (joined[-1], symbol) == pair:

@@ -36,7 +36,7 @@ CONFIG = {
     "context": 256,
 }
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-# Tests, tables, and what is not Python's own or looks like no other code.
+# Tests, tables, foreign packages, and files unlike usual code.
 LEFT_OUT = ["test", "tests", "idle_test", "encodings", "pydoc_data", "entities.py", "stringprep.py", "_sysconfigdata"]
 LEFT_OUT += ["site-packages", "lib2to3", "idlelib", "turtledemo", "config-3", "__phello__", "__pycache__", "this.py"]
 
@@ -52,7 +52,7 @@ def read_corpus(root: Path) -> tuple[list[bytes], list[bytes]]:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before and a residual around it."""
+    """A layer: attention and feed-forward, each with a norm before and a residual around it."""
 
     def __init__(self, c: dict[str, int]) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ class Model(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: rotate the pairs (x[i], x[i + d/2])."""
+    """Apply rotary position embedding: rotate the pairs (x[i], x[i + d/2])."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
 def save(model: Model, merges: list[tuple[int, int]], path: Path) -> None:
-    """Write weights, merges and sizes; the file appears whole or not at all."""
+    """Write weights, merges and sizes to a file, as a whole or not at all."""
     arrays = {name: value.detach().numpy().astype(np.float16) for name, value in model.named_parameters()}
     sizes = {f"config.{name}": np.array(value) for name, value in model.c.items()}
     temporary = path.with_name("new-" + path.name)
@@ -140,14 +140,14 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, bf16:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: torch.Tensor, context: int, bf16: bool, windows: int) -> float:
-    """Mean loss in nats a token over `windows` windows spread evenly over the held-out tokens."""
+    """The mean loss in nats per token over windows spread evenly over the held-out tokens."""
     starts = torch.linspace(0, len(tokens) - context - 1, min(windows, len(tokens) // context)).long()
     losses = [loss_of(model, *batch_of(tokens, part, context), bf16) for part in starts.split(16)]
     return float(torch.stack(losses).mean())
 
 
 def schedule(progress: float) -> float:
-    """Warm up, hold, then fall linearly to zero over the last half; progress runs from 0 to 1."""
+    """The learning rate factor: warm up, hold, then fall linearly to zero over the last half."""
     return max(0.0, min(1.0, progress / 0.01, (1 - progress) / 0.5))
 
 

@@ -25,7 +25,7 @@ FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 
 
 class Transformer:
-    """The model: weights as float32 arrays, and the sizes that train.py chose.
+    """A transformer: its weights as float32 arrays, and its sizes.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class Transformer:
         ]
 
     def on(self, array_module: ModuleType) -> "Transformer":
-        """A copy with arrays of another module: NumPy's functions call CuPy's own on CuPy's arrays."""
+        """Copy the model to another array module; NumPy's functions work on CuPy's arrays, too."""
         other, asarray = copy.copy(self), array_module.asarray
         other.cos, other.sin, other.embed, other.norm = map(asarray, (self.cos, self.sin, self.embed, self.norm))
         other.layers = [{name: asarray(value) for name, value in layer.items()} for layer in self.layers]
@@ -70,12 +70,11 @@ class Transformer:
             The new tokens of all sequences, one sequence after the other.
         attend : callable
             attend(layer, q, k, v) -> out, with q and out (num_tokens, num_heads, head_dim) and k and v (num_tokens,
-            num_kv_heads, head_dim): rotates q and k by their positions, keeps k and v, and lets each token attend to
-            its sequence up to itself.
+            num_kv_heads, head_dim): rotates q and k by their positions, stores k and v, and computes causal attention.
         rows : (n,) ints
-            The tokens whose logits are wanted: usually the last one of each sequence.
+            The tokens whose logits to compute, usually the last one of each sequence.
         product : callable
-            Multiplies rows by a matrix: `in_tiles` for bits that do not depend on the other tokens.
+            Multiplies rows by a matrix; `in_tiles` gives bits that do not depend on the other rows.
 
         Returns
         -------
@@ -94,9 +93,9 @@ class Transformer:
 
 
 def load(path: Path = WEIGHTS, context: int | None = None) -> tuple[Transformer, Tokenizer]:
-    """Read a weights file of train.py; `context` is for another one than it was trained with.
+    """Load a weights file of train.py; `context` replaces the context length it was trained with.
 
-    ValueError if there is no such file, or it is another one.
+    Raises ValueError if there is no such file, or it is not one of train.py.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not there: train.py makes it")
@@ -108,16 +107,16 @@ def load(path: Path = WEIGHTS, context: int | None = None) -> tuple[Transformer,
         return Transformer(arrays), Tokenizer(arrays["merges"])
     except MemoryError:
         raise
-    except Exception as error:  # NumPy, zipfile and zlib have a dozen for bytes that are something else
+    except Exception as error:  # NumPy, zipfile and zlib raise many kinds for a bad file
         raise ValueError(f"{path} is no weights file of train.py: {error}") from None
 
 
 def in_tiles(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """x @ w by tiles of 8 rows, so that a row has the same bits whatever others a step computes with it.
+    """Compute x @ w in tiles of 8 rows, so that the bits of a row do not depend on the other rows of a step.
 
-    For another number of rows BLAS takes another routine, which rounds otherwise: where a draw falls on the edge of two
-    tokens, a text would be another one in a batch than alone. OpenBLAS sums all rows of such a tile alike, with AVX2
-    and with AVX-512; with AVX2 those of a tile of 6 or 12 it does not.
+    For other numbers of rows BLAS uses other routines, which round differently: if a draw falls on the edge between two
+    tokens, a text could differ between a batch and a run alone. OpenBLAS sums all rows of a tile of 8 alike, with AVX2
+    and with AVX-512; with AVX2 it does not for tiles of 6 or 12.
     """
     tiles = np.zeros((-(-len(x) // ROWS_OF_TILE), ROWS_OF_TILE, x.shape[1]), x.dtype)
     tiles.reshape(-1, x.shape[1])[: len(x)] = x
@@ -129,16 +128,16 @@ def rms_norm(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
 
 
 class PagedAttention:
-    """Attention through the blocks of a paged cache.
+    """Writes keys and values to the blocks of a paged cache, and computes attention over them.
 
     Parameters
     ----------
     model : Transformer
     cache : pagedkv.PagedKVCache
     step : pagedkv.scheduling.Step
-        What to compute, and where its keys and values go.
+        The step to compute.
     backend : str
-        "auto": where the arrays are; or "emulator" for the CUDA kernels without a GPU.
+        "auto" follows the arrays, "emulator" runs the CUDA kernels without a GPU.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class PagedAttention:
 
 
 class DenseAttention:
-    """Attention of one sequence over contiguous arrays that are reserved for its maximum length.
+    """Computes attention of one sequence over contiguous arrays, reserved for its maximum length.
 
     Parameters
     ----------
@@ -162,7 +161,7 @@ class DenseAttention:
     max_len : int
         The tokens to reserve room for.
     dtype : str
-        What keys and values are rounded to, as in the paged cache: float32, float16, bfloat16 or an fp8 format.
+        The type of stored keys and values, as in the paged cache: float32, float16, bfloat16 or an fp8 format.
     """
 
     def __init__(self, model: Transformer, max_len: int, dtype: str = "float32") -> None:
@@ -174,7 +173,7 @@ class DenseAttention:
         self.positions = np.arange(0)
 
     def extend(self, num_tokens: int) -> None:
-        """Say that the next forward pass adds num_tokens tokens to the sequence."""
+        """Announce that the next forward pass adds num_tokens tokens to the sequence."""
         start = self.positions[-1] + 1 if len(self.positions) else 0
         self.positions = np.arange(start, start + num_tokens)
 

@@ -1,1 +1,1 @@
-"""The parts of serve.py: the protocol, the texts, the engines and their thread, and what it says of itself."""
+"""The parts of serve.py: HTTP, the protocol, texts, the engines and their thread, and the status page."""

@@ -1,4 +1,4 @@
-"""Admission: how many requests there are at a time, and when one that finds no room should come again."""
+"""Admission: limits the number of requests, and tells refused clients when to try again."""
 
 import contextlib
 import math
@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-LONGEST = 60  # seconds: OpenAI's clients take no notice of a longer time
-REMEMBERED = 128  # requests that have ended: the rate is that of so many
+LONGEST = 60  # seconds: OpenAI's clients ignore a longer time
+REMEMBERED = 128  # requests that have ended, from which the rate is computed
 
 
 class Busy(Exception):
-    """No request is taken now.
+    """Raised when the server takes no more requests at the moment.
 
     Attributes
     ----------
     retry_after : int
-        Seconds.
+        Seconds after which to try again.
     """
 
     def __init__(self, message: str, retry_after: int) -> None:
@@ -27,7 +27,7 @@ class Busy(Exception):
 
 @dataclass(eq=False)
 class Place:
-    """What is known of a request that runs or waits: how many tokens it may have, and has."""
+    """A request that runs or waits: how many tokens it may generate, and has generated."""
 
     max_tokens: int
     num_tokens: int = 0
@@ -36,21 +36,21 @@ class Place:
 class Admission:
     """Counts the requests that run and wait, and their tokens.
 
-    Each one that finds no room gets a time of its own to come again, when as many have ended as were sent away before
-    it: all at the same time would find no room again but for a few.
+    Each refused client gets its own time to try again, when as many requests have ended as were refused before it: if
+    all tried at the same time, most would be refused again.
 
     Parameters
     ----------
     max_requests, max_batch : int
-        Those that run and wait together, and those that run, at most.
+        The most requests in all, and the most that run.
     clock : callable
-        Seconds.
+        Returns the time in seconds.
     """
 
     def __init__(self, max_requests: int, max_batch: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_requests, self._max_batch, self._clock = max_requests, max_batch, clock
         self._places: set[Place] = set()
-        self._last_turn = 0.0  # the latest time that somebody was told
+        self._last_turn = 0.0  # the latest time that a refused client has got
         self._restart()
 
     def __len__(self) -> int:
@@ -58,16 +58,16 @@ class Admission:
 
     @contextlib.contextmanager
     def place(self, max_tokens: int) -> Iterator[Place]:
-        """A request is here as long as this is open.
+        """Count a request for as long as the context is open.
 
         Raises
         ------
         Busy
-            There are too many.
+            There are too many requests.
         """
         if len(self) >= self._max_requests:
             raise Busy("too many requests wait: try again later", self.retry_after())
-        if not self._places:  # the time without any says nothing of how long one takes
+        if not self._places:  # idle time must not count as time for a request
             self._restart()
         place = Place(max_tokens)
         self._places.add(place)
@@ -80,9 +80,9 @@ class Admission:
             self._marks.append((self._clock(), self._num_tokens()))
 
     def retry_after(self) -> int:
-        """Seconds until it is the turn of one more that was sent away, from 1 to LONGEST."""
+        """The seconds, from 1 to LONGEST, after which one more refused client should try again."""
         now, (since, before) = self._clock(), self._marks[0]
-        # A step without an end in sight gives all that run a token.
+        # If no request has got a token yet, count a token for each running one.
         seconds_of_token = (now - since) / max(self._max_batch, self._num_tokens() - before)
         lengths = self._lengths or [place.max_tokens for place in self._places]
         seconds_each = seconds_of_token * sum(lengths) / max(1, len(lengths))

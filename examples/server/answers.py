@@ -1,4 +1,4 @@
-"""OpenAI's JSON as it goes out."""
+"""Answers: OpenAI's JSON for results."""
 
 import json
 import time
@@ -20,7 +20,7 @@ class Answer:
     model : str
     chat : bool
     include_usage : bool
-        Whether the events say at the end what was used, and until then that it is not known.
+        Whether the last event reports the usage; events before it report null.
 
     Attributes
     ----------
@@ -38,14 +38,14 @@ class Answer:
         return {**self._common, "object": kind, "choices": [_choice(said, reason)], "usage": used}
 
     def begin(self) -> str:
-        """The first event: in a chat it says who speaks, and no other one does."""
+        """The first event, the only one with a role in a chat."""
         return self._event({"delta": {"role": "assistant", "content": ""}} if self._chat else {"text": ""})
 
     def text(self, text: str) -> str:
         return self._event({"delta": {"content": text}} if self._chat else {"text": text})
 
     def end(self, reason: str, used: dict[str, Any]) -> Iterator[str]:
-        """The event with the reason, and what follows."""
+        """The last events, the first of which has the reason."""
         yield self._event({"delta": {}} if self._chat else {"text": ""}, reason)
         if self._include_usage:
             yield event({**self._chunk(), "choices": [], "usage": used})

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, limits, and how text leaves."""
+"""The ASGI application: routes, limits and responses."""
 
 import asyncio
 import contextlib
@@ -23,18 +23,18 @@ from .visits import Visit, Visits, refusal
 from .worker import Engine, Job, Worker
 from .writer import Writer
 
-# A body past the limit is read on and thrown away, so that its sender gets to read the answer: up to so many times it.
+# A body past the limit is read and discarded up to so many times the limit, so that its sender can read the answer.
 PATIENCE = 32
 
 T = TypeVar("T")
 
 
 class Gone(Exception):
-    """The client has left before there was an answer."""
+    """Raised when the client has left before there was an answer."""
 
 
 class Server:
-    """What the routes share.
+    """The server: its routes and what they share.
 
     Parameters
     ----------
@@ -42,18 +42,18 @@ class Server:
     admission : Admission
     text : SmallText or HuggingFaceText
     model : str
-        What it is called.
+        The name of the model.
     context : int
         Tokens of a prompt and its text together.
     max_body : int
         Bytes of a request.
     names : iterable of str
-        By which it may be asked.
+        Host names by which clients may reach it.
 
     Attributes
     ----------
     counts : Counter
-        Requests by how they ended, and tokens.
+        How many requests ended for each reason, and how many tokens were sent.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Server:
         if not wanted.stream:
             return JSONResponse(await _unless_gone(request, _whole(pieces, answer, visit)))
         events = _events(pieces, answer, visit)
-        first = await _unless_gone(request, anext(events))  # what refuses the request comes before the headers
+        first = await _unless_gone(request, anext(events))  # a refusal must come before the headers
         return EventResponse(first, events)
 
     async def _body(self, request: Request) -> bytes:
@@ -125,11 +125,11 @@ class Server:
         return b"".join(parts)
 
     async def _pieces(self, wanted: Wanted, chat: bool, visit: Visit) -> AsyncGenerator[tuple[str, str]]:
-        """Text as it comes, and why it ended with the last piece."""
+        """Yield pieces of text as they come, the last one with the reason for its end."""
         visit.reason = "aborted"
         try:
             with self.admission.place(wanted.max_tokens or self.context) as place:
-                # Prompts become tokens on a thread: long ones take a while, and a template is a program.
+                # Encode on a thread: long prompts take a while, and a chat template is a program.
                 tokens = await asyncio.to_thread(self._encode, wanted.prompt, chat)
                 # The last token of a text is not computed, and needs no room.
                 max_tokens = wanted.max_tokens or max(1, self.context + 1 - len(tokens))
@@ -219,9 +219,9 @@ def _usage(visit: Visit) -> dict[str, Any]:
 
 
 class EventResponse(StreamingResponse):
-    """Events in order, and an error in the middle of them as the last one.
+    """Sends events in order; an error in the middle becomes the last event.
 
-    Their source is closed when the client has left, whatever is being done then.
+    The source of the events is closed as soon as the client has left.
     """
 
     def __init__(self, first: str, rest: AsyncGenerator[str]) -> None:
@@ -261,7 +261,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What some work comes to; it is cancelled if the client leaves before."""
+    """Await some work, and cancel it if the client leaves first."""
     whole, gone = asyncio.ensure_future(_awaited(work)), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""How many connections there may be: those beyond are told so at once, and closed; so are those that say nothing."""
+"""Limits on connections: those beyond a number are refused and closed, and so are silent ones."""
 
 import asyncio
 import json
@@ -16,15 +16,15 @@ except ModuleNotFoundError:  # Windows, which has no such limit
     resource = None
 
 LINGER = 1.0
-SILENCE = 5.0  # seconds until the head of a request has come
-PROBE = 0.2  # seconds between two looks whether a client that sends no more is still there
+SILENCE = 5.0  # seconds within which the head of a request must come
+PROBE = 0.2  # seconds between checks whether a client that has closed its sending half is still there
 OTHER_FILES = 64  # what Python, the event loop and the model have open, and connections that were just accepted
 
 
 def room_for_connections(wanted: int) -> int:
-    """As many as are wanted, unless the process may not have so many files open: half of those are for refusals.
+    """The number of connections that the process may have, at most `wanted`; refusals may take as many files again.
 
-    The limit of the process is raised as far as it may be.
+    The limit of open files is raised as far as possible.
     """
     if resource is None:
         return wanted
@@ -35,13 +35,13 @@ def room_for_connections(wanted: int) -> int:
     files = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
-    except (OSError, ValueError):  # macOS has a limit below the one that it tells
+    except (OSError, ValueError):  # the true limit of macOS is below the one that it reports
         files = soft
     return max(1, min(wanted, (files - OTHER_FILES) // 2))
 
 
 def closing(status: str, error: Refused) -> bytes:
-    """An answer behind which the connection is closed."""
+    """Write an answer after which the connection is closed."""
     body = json.dumps(error.body())
     head = [f"HTTP/1.1 {status}", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
     if error.retry_after is not None:
@@ -50,10 +50,10 @@ def closing(status: str, error: Refused) -> bytes:
 
 
 class Refusal(asyncio.Protocol):
-    """Answers whatever comes, or will come within a second, and costs nothing else.
+    """Refuses a connection at little cost: it sends an answer, and waits up to a second for the request.
 
-    It closes after the first bytes of the request: a connection that is closed with bytes unread is reset, and the
-    answer may be lost on its way. Where as many wait for theirs already, it closes at once.
+    It closes after the first bytes of the request, since closing with unread bytes resets the connection and may lose
+    the answer. If `most` refusals wait already, it closes at once.
     """
 
     def __init__(self, others: set["Refusal"], most: int, retry_after: int) -> None:
@@ -77,12 +77,12 @@ class Refusal(asyncio.Protocol):
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which is closed unless the head of a request comes, and stays open for a client that only listens.
+    """A connection of uvicorn that closes if no request comes, and stays open for a client that only reads.
 
-    uvicorn waits for the first head for ever, and for a later one as soon as a byte of it is there.
+    uvicorn itself waits forever for the head of a first request, and for a later one once a byte of it has come.
 
-    A client that has sent all may close its half and read: on the wire that looks like one that has left. To tell them
-    apart the server says "100 Continue", which clients skip: a machine answers that nobody listens any more.
+    A client may close its sending half and read on, which looks like one that has left. So the server sends "100
+    Continue" now and then, which clients skip; the machine of a client that has left answers that with a reset.
     """
 
     def connection_made(self, transport: Any) -> None:
@@ -123,14 +123,14 @@ class Connection(H11Protocol):
     def _probe(self) -> None:
         if self.transport.is_closing():
             return
-        # Whoever speaks HTTP/1.0 does not know what to make of it, and is heard out.
+        # HTTP/1.0 has no such answer, so a client that speaks it is served to the end.
         if self.conn.our_state is h11.SEND_RESPONSE and self.scope["http_version"] == "1.1":
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
         self.loop.call_later(PROBE, self._probe)
 
 
 class Newcomer(asyncio.Protocol):
-    """Becomes a connection, or its refusal: only now, for several come between two looks at how many there are."""
+    """A new connection, which becomes a Connection or a Refusal when it is made and the number is known."""
 
     def __init__(
         self, refusals: set[Refusal], most: int, retry_after: Callable[[], int], options: dict[str, Any]
@@ -149,13 +149,13 @@ class Newcomer(asyncio.Protocol):
 
 
 def at_most(num_connections: int, retry_after: Callable[[], int]) -> Any:
-    """What uvicorn makes a protocol with, for each connection.
+    """Make the protocol factory that uvicorn calls for each connection.
 
     Parameters
     ----------
     num_connections : int
     retry_after : callable
-        Seconds after which one that is refused should come again.
+        Returns the seconds after which a refused client should try again.
     """
     refusals: set[Refusal] = set()
 

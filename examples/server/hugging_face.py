@@ -1,4 +1,4 @@
-"""A model of transformers, as an engine and as a text."""
+"""A model of transformers: its engine, and its conversion between text and tokens."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from pagedkv.integrations.transformers.text import TextDecoder
 
 
 class HuggingFaceText:
-    """Prompts to tokens and back, by a tokenizer of transformers."""
+    """Converts prompts to tokens and back with a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -23,12 +23,12 @@ class HuggingFaceText:
         return self._tokenizer(prompt).input_ids
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """By the model's own template.
+        """Convert messages with the model's chat template.
 
         Raises
         ------
         ValueError
-            It has none, or does not know what is in the messages.
+            The model has no template, or the template ignores a field of the messages.
         """
         template = str(self._tokenizer.chat_template or "")
         if not template:
@@ -37,7 +37,7 @@ class HuggingFaceText:
             if message["role"] == "developer" and "developer" not in template:
                 message["role"] = "system"  # its name before reasoning models
             for name in message.keys() - {"role", "content"}:
-                # Which tool a result is of, its place among the calls says.
+                # The tool of a result follows from its place among the calls.
                 if name not in template and (name, message["role"]) != ("name", "tool"):
                     raise ValueError(f"the model's chat template has no place for {name}")
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -61,7 +61,7 @@ def announce(name: str) -> None:
 def hugging_face(
     name: str, context: int | None, pool: dict[str, Any], **options: Any
 ) -> tuple[Engine, HuggingFaceText]:
-    """The engine and the text of a model, by name or folder; on the GPU if there is one."""
+    """Load a model by name or folder, on the GPU if there is one: its engine and its text conversion."""
     announce(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().to(device)

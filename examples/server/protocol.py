@@ -1,20 +1,20 @@
-"""OpenAI's JSON as it comes in: every field is honoured, harmless, or refused by its name."""
+"""Requests in OpenAI's JSON: every field has an effect, is harmless, or is refused by name."""
 
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-# Fields without an effect, and why nobody misses it.
+# Fields that are ignored, and why that is harmless.
 HARMLESS = {
     "model": "there is one",
-    "user": "it tells a provider's customers apart",
-    "safety_identifier": "it tells a provider's customers apart",
+    "user": "it identifies a provider's customers",
+    "safety_identifier": "it identifies a provider's customers",
     "metadata": "it is kept with an answer that is stored, and none is",
     "prompt_cache_key": "it picks the machine whose cache is asked, and there is one",
     "parallel_tool_calls": "no tool is called",
 }
-# The values that ask for nothing; another one asks for what is not there.
+# Values that have no effect; other values ask for missing features.
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -54,16 +54,16 @@ MOST = 2**31 - 1
 
 
 class Refused(Exception):
-    """A request that is answered with an error.
+    """Raised to answer a request with an error.
 
     Attributes
     ----------
     status : int
-        Of HTTP.
+        The HTTP status.
     param, code : str or None
-        The field that is wrong, and OpenAI's name for what is wrong.
+        The wrong field, and OpenAI's code for the error.
     retry_after : int or None
-        Seconds after which it may be asked again.
+        Seconds after which to try again.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Wanted:
     options : dict
         Keyword arguments of `Engine.add`.
     stop : list of str
-        The text ends before the first of them.
+        The text ends before the first of these.
     """
 
     prompt: Any
@@ -108,9 +108,9 @@ class Wanted:
 
 
 class Fields:
-    """Fields of a JSON object that are taken out one by one: what is left was not expected.
+    """The fields of a JSON object, which are taken out one by one; those left over were not expected.
 
-    A null is as good as no field.
+    A null counts as a missing field.
     """
 
     def __init__(self, fields: dict[str, Any], owner: str = "") -> None:
@@ -118,7 +118,7 @@ class Fields:
         self._owner = owner
 
     def take(self, name: str, kind: Any, what: str, default: Any = None) -> Any:
-        """A field's value, of this kind: true and false are no numbers."""
+        """Take out a field and check its type; true and false are not numbers."""
         value = self._fields.pop(name, None)
         if value is None:
             return default
@@ -127,7 +127,7 @@ class Fields:
         return value
 
     def need(self, name: str, kind: Any, what: str) -> Any:
-        """As `take`, of a field that has to be there."""
+        """As `take`, for a required field."""
         if name not in self._fields:
             close = get_close_matches(name, self._fields, n=1)
             misspelt = f"; {self._owner}{close[0][:80]} is not supported here" if close else ""
@@ -138,7 +138,7 @@ class Fields:
         return bool(self.take(name, bool, "true or false"))
 
     def number(self, name: str, default: Any, low: float, high: float) -> Any:
-        """A number in a range."""
+        """Take out a number and check its range."""
         what = f"a number from {low} to {high}"
         value = self.take(name, int | float, what, default)
         if value is not None and not low <= value <= high:
@@ -146,7 +146,7 @@ class Fields:
         return value
 
     def whole(self, name: str, default: int | None, low: int, high: int) -> Any:
-        """A whole number in a range."""
+        """Take out a whole number and check its range."""
         what = f"a whole number from {low} to {high}"
         value = self.take(name, int, what, default)
         if value is not None and not low <= value <= high:
@@ -154,10 +154,10 @@ class Fields:
         return value
 
     def end(self, only: dict[str, tuple[Any, ...]], harmless: dict[str, str]) -> None:
-        """Refuse what is left, but for what asks for nothing."""
+        """Refuse the fields left over, except harmless ones."""
         for name, value in self._fields.items():
             if name in only:
-                # 1 == True in Python alone.
+                # In Python 1 == True, in JSON they differ.
                 if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[name]):
                     raise self.wrong(name, f"{' or '.join(map(json.dumps, only[name]))} here", value)
             elif name not in harmless:
@@ -175,12 +175,12 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
     Parameters
     ----------
     num_tokens : int
-        Tokens of the vocabulary.
+        The size of the vocabulary.
 
     Raises
     ------
     Refused
-        A field is not as the API describes it, or asks for what is not there.
+        A field is not as the API describes it, or asks for a missing feature.
     """
     try:
         content = json.loads(body)
@@ -237,7 +237,7 @@ def _stop(fields: Fields) -> list[str]:
 
 
 def _ids(fields: Fields, num_tokens: int) -> list[int]:
-    # Before min_tokens they are not drawn, and some must be left.
+    # These tokens are masked before min_tokens, so others must be left.
     most, what = num_tokens // 2, f"a list of up to {num_tokens // 2} tokens from 0 to {num_tokens - 1}"
     ids = fields.take("stop_token_ids", list, what, [])
     if len(ids) > most or not all(type(token) is int and 0 <= token < num_tokens for token in ids):
@@ -275,13 +275,13 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _message(fields: Fields) -> dict[str, Any]:
-    """A message as chat templates take it: a role, one text, and the calls that its tools got."""
+    """Convert a message to what chat templates take: a role, one text, and tool calls."""
     said = {"role": fields.need("role", str, "a text"), "content": _content(fields)}
     said |= {"name": fields.take("name", str, "a text"), "tool_calls": _calls(fields)}
     if not said["role"]:
         raise fields.wrong("role", "a text", said["role"])
     if said["content"] is None:
-        # A template would make a None of a null.
+        # A template would write None for null.
         said["content"] = ""
         if said["role"] != "assistant":
             raise fields.wrong("content", "a text, or a list of parts of a text", None)
@@ -290,7 +290,7 @@ def _message(fields: Fields) -> dict[str, Any]:
 
 
 def _content(fields: Fields) -> str | None:
-    """A text; one that came in parts has each on a line of its own, as vLLM has them."""
+    """Read the text of a message; parts are joined by line breaks, as in vLLM."""
     what = "a text, or a list of parts of a text"
     content = fields.take("content", str | list, what)
     if not isinstance(content, list):
@@ -308,7 +308,7 @@ def _content(fields: Fields) -> str | None:
 
 
 def _calls(fields: Fields) -> list[dict[str, Any]] | None:
-    """Calls of tools in a history, their arguments as objects: that is how chat templates take them."""
+    """Read tool calls of earlier messages; chat templates take their arguments as objects."""
     what = "a list of {id, type, function: {name, arguments}}, with arguments in JSON"
     calls = fields.take("tool_calls", list, what)
     try:

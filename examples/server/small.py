@@ -1,4 +1,4 @@
-"""The small transformer of the examples, as an engine and as a text; no torch is needed."""
+"""The small transformer of the examples: its engine, and its conversion between text and tokens; needs no torch."""
 
 import codecs
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Sampled(NamedTuple):
     ----------
     request, token : int
     reason, message : str
-        Why it ended: "stop", "length", or "error", and what is wrong then; empty until then.
+        Why it ended: "stop", "length", or "error" with a message; empty before that.
     num_cached : int
-        Tokens of the prompt that the prefix cache had.
+        How many tokens of the prompt the prefix cache had.
     """
 
     request: int
@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 
 @dataclass
 class Asked:
-    """What was asked for in a request: its draws, and the tokens that end it, from which length on."""
+    """The options of a request: its sampling, and the tokens that end it once it has min_len tokens."""
 
     sampling: Sampling
     draws: np.random.Generator
@@ -44,14 +44,14 @@ class Asked:
 
 
 class SmallEngine:
-    """`Transformer` under a `pagedkv.Scheduler`, step by step.
+    """Runs a `Transformer` under a `pagedkv.Scheduler`.
 
     Parameters
     ----------
     model : Transformer
     cache : pagedkv.PagedKVCache
     options
-        Of the scheduler.
+        Options of the scheduler.
     """
 
     def __init__(self, model: Transformer, cache: pagedkv.PagedKVCache, **options: Any) -> None:
@@ -72,7 +72,7 @@ class SmallEngine:
         salt: str | None = None,
         **sampling: Any,
     ) -> int:
-        """Let a request wait; ValueError if it can never fit. The options are those of the Engine for transformers."""
+        """Add a request, with options as in the Engine for transformers; ValueError if it can never fit."""
         if min_tokens > max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}")
         ends = [*stop_token_ids, *([] if ignore_eos else [END])]
@@ -87,13 +87,13 @@ class SmallEngine:
         self.scheduler.abort(request)
 
     def step(self) -> list[Sampled]:
-        """Compute one step; returns what came of it."""
+        """Run one step, and return its results."""
         step = self.scheduler.schedule()
         if step is None:
             return []
         try:
             attend = PagedAttention(self.model, self.cache, step)
-            # The last row of each request, drawn from or not: if it is finite, so are the keys and values behind it.
+            # Check the last row of each request, even if nothing is drawn: if it is finite, so are its keys and values.
             logits = self.model.forward(step.tokens, attend, step.batch.query_starts[1:] - 1, in_tiles)
             sampled = {*step.sampled.tolist()}
             rows = zip(step.requests.tolist(), logits, strict=True)
@@ -116,7 +116,7 @@ class SmallEngine:
         return made
 
     def _made(self, request: int, logits: np.ndarray, is_sampled: bool) -> Sampled | None:
-        """What the logits of its last row make of a request."""
+        """Draw the next token of a request from the logits of its last row; None if its prompt is not done."""
         asked, num_cached = self._asked[request], self.scheduler.num_cached(request)
         try:
             require_finite(logits)
@@ -131,7 +131,7 @@ class SmallEngine:
 
 
 class SmallText:
-    """Prompts to tokens and back; none is longer than the longest tokens of a context."""
+    """Converts prompts to tokens and back; prompts that no context could hold are refused."""
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         self._tokenizer = tokenizer
@@ -145,7 +145,7 @@ class SmallText:
         return self._tokenizer.encode(data)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """A model of source code has no roles, and no tools: what was said becomes comments."""
+        """Convert messages to comments, since a model of source code knows no roles and no tools."""
         lines = []
         for message in messages:
             who = " ".join(filter(None, [message["role"], message.get("name")]))
@@ -160,7 +160,7 @@ class SmallText:
 
 
 class SmallDecoder:
-    """Tokens to text as they come: a character appears with the last of its bytes."""
+    """Decodes tokens as they come; a character appears with the last of its bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._decoder = tokenizer, codecs.getincrementaldecoder("utf-8")("replace")
@@ -173,7 +173,7 @@ class SmallDecoder:
 
 
 def small(weights: Path, context: int | None, pool: dict[str, Any], **options: Any) -> tuple[SmallEngine, SmallText]:
-    """The engine and the text of a file that train.py wrote; ValueError if it is none, or has no context of a block."""
+    """Load a file of train.py: its engine and text; ValueError if it is invalid or a block exceeds its context."""
     model, tokenizer = load(weights, context)
     block_size = pool["block_size"]
     if model.context < block_size:

@@ -1,10 +1,10 @@
-"""What the server says of itself: numbers for Prometheus, and a page with the pool."""
+"""The status of the server: metrics for Prometheus, and a page with the pool."""
 
 from collections.abc import Mapping
 
 from .worker import Engine
 
-# What is asked for twice a second is drawn between two steps: the blocks are those of one instant.
+# The page asks twice a second; the pool is drawn between two steps, so its blocks are of one instant.
 PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>pagedkv</title><link rel="icon" href="data:,">
 <style>
@@ -33,14 +33,14 @@ PAGE = """<!doctype html>
 
 
 def pool(engine: Engine) -> dict[str, str]:
-    """What the page shows: a line of text, and the pool as the cache draws itself in notebooks."""
+    """Make what the page shows: a line of text, and the picture of the pool that notebooks show."""
     scheduler = engine.scheduler
     now = f"{scheduler.num_running} run, {scheduler.num_waiting} wait, {scheduler.num_preempted} preemptions"
     return {"now": now, "pool": engine.cache._repr_html_()}
 
 
 def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
-    """Prometheus' text format, 0.0.4."""
+    """Format the metrics as Prometheus' text format 0.0.4."""
     scheduler, stats = engine.scheduler, engine.cache.stats()
     ends = ("stop", "length", "aborted", "refused", "failed")
     families: list[tuple[str, str, str, dict[str, float]]] = [

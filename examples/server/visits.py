@@ -1,4 +1,4 @@
-"""Visits: by which names the server may be asked, and a line of the log for each request."""
+"""Visits: a check of the host name and a line of the log for each request."""
 
 import json
 import logging
@@ -16,24 +16,24 @@ from .protocol import Refused
 from .worker import Job
 
 LOG = logging.getLogger("pagedkv.serve")
-POLLED = {"/health", "/metrics", "/status/pool"}  # asked for again and again: the log is not for them
+POLLED = {"/health", "/metrics", "/status/pool"}  # polled routes, which are not logged
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]*)?")
 
 
 @dataclass
 class Visit:
-    """What the log says of a request: never its text, nor what the answer says of that.
+    """The facts about a request that are logged; its text and the answer's never are.
 
     Attributes
     ----------
     id : str
-        Of the answer.
+        The id of the answer.
     job : Job or None
-        None as long as the prompt has no tokens.
+        None until the prompt is converted to tokens.
     status : int
-        Of HTTP.
+        The HTTP status.
     reason : str
-        How the text has ended.
+        Why the text ended.
     """
 
     id: str = "-"
@@ -51,16 +51,16 @@ class Visit:
 
 
 class Visits:
-    """Middleware: it sends those away who ask for another name, and logs all of them.
+    """Middleware that refuses requests for unknown host names, and logs all requests.
 
-    A page of another site must not get here by a name of its own for this machine.
+    So a page of another site cannot reach the server through a name of its own for this machine (DNS rebinding).
 
     Parameters
     ----------
     app
-        Of ASGI.
+        The ASGI application.
     names : iterable of str
-        Hosts, without a port; "*" for any.
+        Host names without a port; "*" for any.
     """
 
     def __init__(self, app: Any, names: Iterable[str]) -> None:
@@ -96,5 +96,5 @@ STRANGER = Refused(400, "this server has another name: start it with --allowed-h
 
 def refusal(error: Refused) -> Response:
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    # In ASCII: a name that the message quotes may have half a surrogate pair in it, which UTF-8 has no bytes for.
+    # In ASCII, since a quoted name may contain half a surrogate pair, which UTF-8 cannot encode.
     return Response(json.dumps(error.body()), error.status, headers, "application/json")

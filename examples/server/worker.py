@@ -1,7 +1,7 @@
-"""The thread that computes: nothing else touches the engine, and the event loop never waits for it.
+"""The worker: a thread that alone touches the engine, and for which the event loop never waits.
 
-Messages go to it through a queue, and come back to the event loop once for each step. How many requests there are at a
-time is bounded where they come in: the queue never has more than that, and as many aborts and looks.
+It gets messages through a queue, and sends results to the event loop once for each step. Admission bounds the number of
+requests, and so the length of the queue.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ SHUTTING_DOWN = "the server is shutting down"
 
 
 class Engine(Protocol):
-    """What the worker drives: `server.small.SmallEngine`, or `pagedkv.integrations.transformers.Engine`."""
+    """The interface of engines: `server.small.SmallEngine` or `pagedkv.integrations.transformers.Engine`."""
 
     cache: Any
     scheduler: Any
@@ -32,20 +32,20 @@ class Engine(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way: what to compute, and the event loop's end of what comes back.
+    """A request: what to compute, and the queue in which its text comes back.
 
     Attributes
     ----------
     tokens, max_tokens, options
         Arguments of `Engine.add`.
     writer : Writer
-        Makes the text; the worker's.
+        Makes the text, on the worker's thread.
     pieces : asyncio.Queue
-        A (text, reason) for each token, or the exception that ended it.
+        Gets a (text, reason) for each token, or the exception that ended the request.
     request : int or None
-        The engine's number, known to the worker alone.
+        The engine's number for it, which only the worker uses.
     num_cached, num_new : int
-        Tokens of the prompt that were not computed, and those that were generated.
+        Tokens of the prompt that the prefix cache had, and tokens generated.
     """
 
     tokens: list[int]
@@ -58,7 +58,7 @@ class Job:
     num_new: int = 0
 
     def piece(self, sampled: Any) -> tuple[str, str] | Exception:
-        """What comes of a token: text, and why it ends with it, or the exception that ends it."""
+        """Convert a token to text and the reason for its end, or to the exception that ends the request."""
         if sampled.reason == "error":
             return RuntimeError(f"the model failed: {sampled.message}")
         self.num_cached, self.num_new = sampled.num_cached, self.num_new + 1
@@ -80,7 +80,7 @@ class Worker:
     is_open : bool
         Whether it takes requests.
     on_failure : callable
-        What the event loop calls when the thread has died of an error.
+        Called on the event loop if the thread dies of an error.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -89,10 +89,10 @@ class Worker:
         self._open: set[Job] = set()
         self._looks: set[asyncio.Future[Any]] = set()
         self._inbox: SimpleQueue[tuple[Callable[..., None], Any]] = SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # the worker's: those that the engine knows
+        self._jobs: dict[int, Job] = {}  # jobs in the engine; only the worker uses this
         self._thread = threading.Thread(target=self._run, name="engine")
         self.is_open = True
-        self._ending = False  # the worker's
+        self._ending = False  # only the worker uses this
 
     # -- on the event loop
     def start(self) -> None:
@@ -106,14 +106,14 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
 
     async def pieces(self, job: Job) -> AsyncGenerator[tuple[str, str]]:
-        """The text of a job as it comes, token by token, and why it ends; leaving the loop early aborts it.
+        """Yield the text of a job token by token, and the reason for its end; leaving the loop early aborts it.
 
         Raises
         ------
         Busy
             The server shuts down.
         ValueError
-            It can never fit.
+            The request can never fit.
         RuntimeError
             The model failed.
         """
@@ -135,7 +135,7 @@ class Worker:
                 self._inbox.put((self._abort, job))
 
     async def look(self, at: Callable[[Engine], Any]) -> Any:
-        """What a function says of the engine between two steps.
+        """Call a function with the engine between two steps, and return its result.
 
         Raises
         ------
@@ -159,7 +159,7 @@ class Worker:
             job.pieces.put_nowait(piece)
 
     def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
-        if answer.done():  # who asked has left
+        if answer.done():  # the caller has left
             return
         if isinstance(result, Exception):
             answer.set_exception(result)
@@ -167,7 +167,7 @@ class Worker:
             answer.set_result(result)
 
     def _fail(self, failure: Exception) -> None:
-        """Nobody waits for a thread that has died."""
+        """Deliver the error to all callers after the thread has died."""
         self.is_open = False
         self._deliver([(job, failure) for job in self._open])
         for answer in self._looks:
@@ -184,7 +184,7 @@ class Worker:
 
     def _compute(self) -> None:
         while not self._ending:
-            # It waits for a message while there is nothing to compute, and takes those that are there in any case.
+            # Wait for a message while there is nothing to compute; otherwise only handle those in the queue.
             while not self._ending and (not self._jobs or not self._inbox.empty()):
                 handle, message = self._inbox.get()
                 handle(message)
@@ -205,7 +205,7 @@ class Worker:
         self._post(self._deliver, pieces)
 
     def _piece(self, sampled: Any) -> tuple[Job, Any]:
-        """What a token adds to the text of its request, which it may end."""
+        """Add a token to the text of its request, which may end it."""
         job = self._jobs[sampled.request]
         piece = job.piece(sampled)
         if isinstance(piece, Exception) or piece[1]:

@@ -1,16 +1,16 @@
-"""Tokens to the text of an answer, piece by piece; all of it runs on the engine's thread."""
+"""Writer: converts tokens to the text of an answer, on the engine's thread."""
 
 from typing import Any
 
 
 class Stops:
-    """Text on its way out, held back as long as it may be the beginning of a text that ends it."""
+    """Holds text back as long as it may be the beginning of a stop text."""
 
     def __init__(self, stops: list[str]) -> None:
         self._stops, self._held, self.found = stops, "", False
 
     def push(self, text: str, *, may_stop: bool = True, final: bool = False) -> str:
-        """What can go out now; after the end, nothing. With ``may_stop=False`` nothing in this text ends it."""
+        """Add text, and return what can be sent; nothing after the end. ``may_stop=False`` finds no end."""
         if self.found:
             return ""
         num_held, self._held = len(self._held), self._held + text
@@ -25,19 +25,19 @@ class Stops:
         return out
 
     def _partial(self, stop: str) -> int:
-        """Characters at the end that `stop` begins with."""
+        """How many characters at the end of the held text are the beginning of `stop`."""
         return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 class Writer:
-    """The text of a request as its tokens come.
+    """Converts the tokens of a request to text.
 
     Parameters
     ----------
     decoder
-        With `push(token)` and `finish()`, which say what text is complete.
+        Has `push(token)` and `finish()`, which return complete text.
     stops : list of str
-        The text ends before the first of them.
+        The text ends before the first of these.
     min_tokens : int
         A stop that is complete with so many tokens does not end the text.
 
@@ -52,7 +52,7 @@ class Writer:
         self.num_tokens = 0
 
     def push(self, token: int, reason: str) -> tuple[str, str]:
-        """The text that is certain with this token, and why it ends; a token that ends the text is not in it."""
+        """Add a token; return the text that is certain now, and why it ends. A token that ends the text adds none."""
         self.num_tokens += 1
         text = "" if reason == "stop" else self._decoder.push(token)
         if reason:
