@@ -1,7 +1,7 @@
-"""A kernel's factory and config to PTX and machine code, by numba-cuda and nvJitLink, without a driver.
+"""Compile a kernel's factory and config to PTX and machine code, with numba-cuda and nvJitLink and without a driver.
 
-Importing it without numba-cuda, beside a NumPy that is too new for it, or while numba simulates CUDA, is a
-BackendUnavailableError.
+The import raises BackendUnavailableError without numba-cuda, with a NumPy that is too new for it, or while numba
+simulates CUDA.
 """
 
 from importlib import import_module
@@ -24,13 +24,13 @@ if tuple(map(int, np.__version__.split(".")[:2])) >= (2, 5):  # which has no np.
         f'{np.__version__}: pip install "numpy<2.5"'
     )
 
-# Puts numba_cuda in the place of numba.cuda, before kernels import it. A .pth file does so, too, but those of a folder
-# on PYTHONPATH are not read.
+# This puts numba_cuda in the place of numba.cuda, before kernels import it. A .pth file does so, too, but Python does
+# not read those of a folder on PYTHONPATH.
 import_module("_numba_cuda_redirector")
 
 
 def compiler_missing(error: Exception) -> BackendUnavailableError:
-    """What to say when NVVM, or nvrtc, which numba-cuda needs beside it, is missing or does not work."""
+    """The error for a missing or broken NVVM, or nvrtc, which numba-cuda needs as well."""
     reason = str(error).split("\n", 1)[0]  # what follows lists folders
     needed = "need nvrtc" if "nvrtc" in reason else "are compiled by NVVM"
     return BackendUnavailableError(f"CUDA kernels {needed}, which is missing or does not work ({reason}): {INSTALL}")

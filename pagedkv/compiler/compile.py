@@ -1,7 +1,7 @@
-"""A kernel factory and its config to PTX, without a driver: compiled once, then kept in the process and on disk.
+"""Compile a kernel's factory and config to PTX, without a driver, once: then it is kept in the process and on disk.
 
-numba-cuda's own cache checks only the file that defines a function, so a kernel would survive a change to a function it
-calls; this one is keyed by the sources of all kernels, the config, the versions and the device's compute capability.
+numba-cuda's own cache checks only the file that defines a function, so a kernel would survive a change of a function it
+calls. The key of this one has the sources of all kernels, the config, the versions and the device's compute capability.
 It keeps text and machine code on disk, never a pickle.
 """
 
@@ -38,7 +38,7 @@ SOURCES = hash_of_sources(Path(kernels.__file__).parent, Path(__file__).parent)
 # numba-cuda's settings that change PTX.
 CODE_SETTINGS = ("OPT", "BOUNDSCHECK", "CUDA_DEBUGINFO_DEFAULT", "CUDA_DEBUG_POLY", "CUDA_ENABLE_NRT")
 
-MOST_KERNELS = 256  # in this process: a new score_mod for each call would fill its memory
+MOST_KERNELS = 256  # kept in this process, whose memory a new score_mod for each call would fill
 
 
 class CompiledKernel:
@@ -53,7 +53,7 @@ class CompiledKernel:
     ptx : str
         A module with only this kernel and no external function.
     num_threads : int
-        Threads of a block.
+        Threads of a thread block.
     capability : tuple of int
         Compute capability, (9, 0) for an H100.
     """
@@ -71,7 +71,7 @@ class CompiledKernel:
 
     @property
     def linked(self) -> Linked:
-        """Machine code, linked on first use and kept on disk.
+        """The machine code, linked when it is first used and kept on disk.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class CompiledKernel:
 def compile_kernel(
     make: Callable[[Any], KernelSource], config: Any, capability: Capability = (9, 0), *, lineinfo: bool = False
 ) -> CompiledKernel:
-    """The kernel that ``make(config)`` describes: from this process, from disk, or compiled now.
+    """The kernel that ``make(config)`` describes, from this process, from disk, or compiled now.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ def compile_kernel(
     capability : tuple of int
         Compute capability of the device to compile for.
     lineinfo : bool
-        Name the Python lines in the PTX, for faults of the emulator and for profilers; compilation takes a fifth
+        Whether PTX names the Python lines, for faults of the emulator and for profilers. Compilation takes a fifth
         longer, and the machine code is the same.
 
     Returns
@@ -198,7 +198,7 @@ def _make_ptx(
 def _tidy(ptx: str, entry: str, shared_arrays: Sequence[str] = ()) -> str:
     if external := external_functions(ptx):
         raise TypeError(f"{entry} calls {', '.join(external)}, which no device has")
-    # numba puts per-process counters into symbols: equal kernels would differ, and faults would show the counters.
+    # numba puts counters of the process into symbols: equal kernels would differ, and faults would show the counters.
     (mangled,) = re.findall(r"^\.visible \.entry (\w+)\(", ptx, re.MULTILINE)
     ptx = ptx.replace(mangled, entry)
     counters = sorted({int(counter) for counter in re.findall(r"\b_cudapy_smem_(\d+)\b", ptx)})
@@ -236,7 +236,7 @@ def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]
 
 
 def _check(score_mod: Callable[..., Any], capability: Capability, missing: tuple[type[Exception], ...]) -> None:
-    """Raise TypeError for a user's function that does not compile, or whose code can raise."""
+    """Raise TypeError if a user's function does not compile or can raise."""
     signature = types.float32, *[types.int32] * 4
     try:
         ptx, result = cuda.compile_ptx(score_mod, signature, debug=False, opt=True, device=True, cc=capability)

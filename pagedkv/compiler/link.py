@@ -1,4 +1,4 @@
-"""PTX to machine code (a cubin) without a driver, and the resources that the machine code needs."""
+"""Link PTX to machine code (a cubin) without a driver, and read which resources it needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .ptx import Capability, external_functions, is_specific, versions
 
 SUFFIX = ".cubin"
 SOURCE = hash_of_sources(Path(__file__))
-# ptxas's warnings that wgmma wait for each other, for registers or at a call; they name the kernel. Matched by their
-# words, since their numbers (C7509 to C7520 in CUDA 13.5) are documented nowhere.
+# ptxas's warnings that wgmma wait for each other, for registers or at a call; they name the kernel. They are matched by
+# their words, since their numbers (C7509 to C7520 in CUDA 13.5) are documented nowhere.
 _SERIALISED = re.compile(
     r"(?:\(C\d+\) )?(?:Potential Performance Loss: )?wgmma\S* (?:instructions are serialized|is injected).*"
 )
@@ -81,7 +81,7 @@ class Linked:
 
 
 def load_or_link(ptx: str, capability: Capability) -> Linked:
-    """The machine code of a PTX module: from disk, or linked now and kept; either way nvJitLink says its version."""
+    """The machine code of a PTX module, from disk, or linked now and kept; it always asks nvJitLink for its version."""
     store = Store(cache_dir("cuda"), SUFFIX)
     _, version = _nvjitlink()
     key = repr((capability, version, versions())).encode() + SOURCE + ptx.encode()
@@ -94,11 +94,11 @@ def load_or_link(ptx: str, capability: Capability) -> Linked:
 
 
 def link_without_spills(ptx: str, capability: Capability) -> Linked:
-    """Link a PTX module, trying until ptxas spills nothing.
+    """Link a PTX module, with several attempts until ptxas spills nothing.
 
-    Its kernel asks for some thread blocks on a multiprocessor. One fewer leaves more registers for each thread, and so
-    on down to two; and at level 1 ptxas moves instructions less, which may take fewer registers. Of attempts that all
-    spill, the one that spills least is returned.
+    Its kernel asks for some thread blocks on a multiprocessor. Each attempt asks for one fewer, down to two, which
+    leaves more registers for each thread. The last one is at level 1 of ptxas, which moves instructions less and may
+    take fewer registers. If all attempts spill, the one that spills least is returned.
     """
     asked = re.search(r"\.minnctapersm (\d+)", ptx)
     blocks = int(asked[1]) if asked else 0
@@ -118,8 +118,8 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
     Raises
     ------
     BackendUnavailableError
-        nvJitLink is not installed, or does not know the device or the PTX, or lets nothing run beside the wgmma of the
-        module.
+        nvJitLink is not installed, does not know the device or the PTX, or makes the wgmma of the module wait for each
+        other.
     ValueError
         The module calls a function that it does not define; with nvJitLink only the launch would fail.
     """
@@ -152,7 +152,7 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
 
 
 def compiler() -> str:
-    """The versions of NVVM, nvrtc and nvJitLink, which it loads to ask them.
+    """Load NVVM, nvrtc and nvJitLink, and return their versions.
 
     Raises
     ------
@@ -173,10 +173,10 @@ def compiler() -> str:
 def _nvjitlink() -> tuple[Any, str]:
     """cuda.bindings.nvjitlink, and the version of its library, which is the one that torch has loaded, if any.
 
-    Libraries before 12.3 cannot say their version, which is an error here.
+    Libraries before 12.3 cannot tell their version, which is an error here.
 
-    cuda.core's Linker takes the driver's linker instead where the driver is of another major version, which the code
-    of the extra cu12 meets often; that one may be older than the PTX, and has no log of the resources.
+    cuda.core's Linker would take the driver's linker if the driver is of another major version, which is common with
+    the extra cu12. That linker may be older than the PTX, and has no log of the resources.
     """
     try:
         from cuda.bindings import nvjitlink

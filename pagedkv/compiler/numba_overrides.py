@@ -3,7 +3,8 @@
 Without them numba-cuda queries the current device even when told what to compile for, orders device functions
 differently in every process, and describes variables in a way that some versions of NVVM refuse. It also resolves the
 types of each `a + b` anew, and meanwhile the garbage collector traverses all objects of the process. Only one thread at
-a time may enter, which compiling/compile_thread.py ensures. CONTRIBUTING.md says which patches of numba-cuda would do.
+a time may enter, which compiling/compile_thread.py ensures. CONTRIBUTING.md says which patches of numba-cuda would make
+them unnecessary.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def functions_in_order() -> Iterator[None]:
     thread = threading.get_ident()
 
     def make_set(*items: Any) -> Any:
-        return _InOrder() if threading.get_ident() == thread else set(*items)
+        return _OrderedSet() if threading.get_ident() == thread else set(*items)
 
     with _replaced(codegen, "set", make_set):
         yield
@@ -68,24 +69,24 @@ def functions_in_order() -> Iterator[None]:
 
 @contextmanager
 def lines_without_variables() -> Iterator[None]:
-    """Where PTX names lines, describe no variables beside them, in this thread only.
+    """Describe no variables in PTX that names lines, in this thread only.
 
-    Nobody asks for them, and NVVM 13.0 refuses one that holds the address of a shared array ("Symbol name with
+    No tool needs them, and NVVM 13.0 refuses a variable that holds the address of a shared array ("Symbol name with
     unsupported characters").
     """
     from numba.cuda.debuginfo import CUDADIBuilder
 
     thread = threading.get_ident()
 
-    def for_others(describe: Callable[..., Any]) -> Callable[..., Any]:
-        def describe_for_others(*args: Any, **options: Any) -> Any:
+    def in_other_threads(describe: Callable[..., Any]) -> Callable[..., Any]:
+        def describe_in_other_threads(*args: Any, **options: Any) -> Any:
             return None if threading.get_ident() == thread else describe(*args, **options)
 
-        return describe_for_others
+        return describe_in_other_threads
 
     with (
-        _replaced(CUDADIBuilder, "mark_variable", for_others(CUDADIBuilder.mark_variable)),
-        _replaced(CUDADIBuilder, "update_variable", for_others(CUDADIBuilder.update_variable)),
+        _replaced(CUDADIBuilder, "mark_variable", in_other_threads(CUDADIBuilder.mark_variable)),
+        _replaced(CUDADIBuilder, "update_variable", in_other_threads(CUDADIBuilder.update_variable)),
     ):
         yield
 
@@ -125,7 +126,7 @@ def operators_typed_once() -> Iterator[None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """No garbage collection: it would traverse all objects of the process again and again, and free next to none."""
+    """Collect no garbage: the collector would traverse all objects of the process often, and free next to none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -137,7 +138,7 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or an object, whether its own, its class's or a builtin."""
+    """Replace an attribute of a module or an object, be it its own, its class's or a builtin."""
     is_own = name in vars(owner)
     before = vars(owner).get(name)
     setattr(owner, name, value)
@@ -150,7 +151,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
-class _InOrder:
+class _OrderedSet:
     """The part of a set that numba-cuda's code libraries use, iterated in insertion order."""
 
     def __init__(self) -> None:

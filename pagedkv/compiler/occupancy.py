@@ -1,10 +1,10 @@
-"""How many blocks of a kernel fit on a multiprocessor."""
+"""How many thread blocks of a kernel fit on a multiprocessor."""
 
 from __future__ import annotations
 
 from .ptx import Capability
 
-# Reserved by the system in each block's shared memory; from 9.0 on a cubin counts it as static.
+# What the system reserves in each block's shared memory; from 9.0 on a cubin counts it as static.
 SYSTEM_SHARED_BYTES = 1024
 
 # Shared memory of a multiprocessor and the most that a block may have: CUDA C++ Programming Guide, technical
@@ -13,7 +13,7 @@ _SMALL_KIB, _MEDIUM_KIB, _LARGE_KIB = 100, 164, 228
 
 
 def shared_kib(capability: Capability) -> int:
-    """KiB of shared memory of a multiprocessor; a block has at most 1 less. Of one not known yet, the least."""
+    """KiB of shared memory of a multiprocessor, the least of all if it is not known; a block has at most 1 less."""
     if capability in ((8, 0), (8, 7)):
         return _MEDIUM_KIB
     return _LARGE_KIB if capability[0] in (9, 10) else _SMALL_KIB
@@ -22,20 +22,20 @@ def shared_kib(capability: Capability) -> int:
 def occupancy(capability: Capability, registers: int, num_threads: int, shared_bytes: int) -> int:
     """Blocks of a kernel that are resident on a multiprocessor at once; 0 if it cannot run.
 
-    The rules of cuda_occupancy.h of the CUDA toolkit (cudaOccMaxActiveBlocksPerMultiprocessor): registers are given to
-    whole warps, 256 at a time, in 4 partitions of 16384; shared memory in units of 128 bytes, with 1 KiB per block
-    reserved for the system.
+    It follows cuda_occupancy.h of the CUDA toolkit (cudaOccMaxActiveBlocksPerMultiprocessor). Whole warps get
+    registers, 256 at a time, from 4 partitions of 16384. Blocks get shared memory in units of 128 bytes, and 1 KiB more
+    each for the system.
 
     Parameters
     ----------
     capability : tuple of int
         The rules are those of (8, 0), (9, 0) and (10, 0).
     registers : int
-        Per thread.
+        Registers of a thread.
     num_threads : int
-        Per block.
+        Threads of a block.
     shared_bytes : int
-        Per block, static and dynamic.
+        Shared memory of a block, static and dynamic.
     """
     most_shared = shared_kib(capability) * 1024
     warps = -(-num_threads // 32)

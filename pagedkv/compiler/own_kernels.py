@@ -1,4 +1,4 @@
-"""A kernel of the user's, compiled for the arguments of a launch."""
+"""Compile a user's kernel for the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_KERNELS = 64
 
 
 class OwnKernel(NamedTuple):
-    """PTX, and what a launch of it is called."""
+    """PTX, and the name of its launches."""
 
     name: str
     ptx: str
@@ -42,7 +42,7 @@ def compile_own(function: Callable[..., Any], args: Sequence[Any], capability: C
     Raises
     ------
     TypeError
-        An argument is neither, or the kernel calls a function that no device has.
+        An argument is neither an array nor a number, or the kernel calls a function that no device has.
     BackendUnavailableError
         numba's simulator is on.
     numba.cuda.core.errors.TypingError

@@ -1,4 +1,4 @@
-"""What compiling and linking share: the target, the versions of the tools, and a look into PTX modules."""
+"""What compiling and linking share: the versions of the tools, and edits and queries of PTX modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 
 Capability = tuple[int, int]
 
-# Everything that makes PTX and machine code, under the names of both CUDA major versions.
+# The distributions that make PTX and machine code, under the names of both CUDA major versions.
 TOOLS = (
     *("numba", "numba-cuda", "llvmlite", "numpy", "cuda-bindings", "cuda-core"),
     *("nvidia-nvvm", "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink", "nvidia-nvjitlink-cu12"),
@@ -24,7 +24,7 @@ LIBRARIES = {
 
 @cache
 def versions() -> tuple[str | None, ...]:
-    """The versions of everything that makes PTX and machine code."""
+    """The versions of all that makes PTX and machine code; None for what is not installed."""
 
     def version(distribution: str) -> str | None:
         try:
@@ -65,9 +65,9 @@ _LOWEST_VERSIONS = {
 
 
 def with_lowest_version(ptx: str, capability: Capability) -> str:
-    """The PTX module under the lowest version of the PTX ISA that it needs.
+    """A PTX module with the lowest version of the PTX ISA that it needs in its header.
 
-    NVVM writes the newest that it knows, which an older linker refuses, such as one that torch has loaded.
+    NVVM writes the newest version that it knows, and an older linker, such as one that torch has loaded, refuses that.
     """
     lowest = _LOWEST_VERSIONS.get(capability, _FROM_CUDA_12 if capability <= (9, 0) else None)
 
@@ -83,9 +83,9 @@ _TARGET = re.compile(r"^\.target (sm_\d+)(a?)", re.MULTILINE)
 
 
 def specific(ptx: str) -> str:
-    """The PTX module for the very compute capability that it names, with all of its instructions: sm_90a for sm_90.
+    """A PTX module for just the compute capability that it names, with all of its instructions: sm_90a for sm_90.
 
-    NVVM is not told: it leaves inline assembly alone.
+    NVVM need not know: it leaves inline assembly alone.
     """
     return _TARGET.sub(r".target \1a", ptx, count=1)
 
@@ -96,7 +96,7 @@ def is_specific(ptx: str) -> bool:
     return match is not None and match[2] == "a"
 
 
-# What the driver defines for every module: CUDA C++ Programming Guide, formatted output, assertion, dynamic allocation.
+# Functions that the driver defines for every module: CUDA C++ Programming Guide on output, assertion and allocation.
 SYSTEM_CALLS = ("vprintf", "__assertfail", "malloc", "free")
 
 

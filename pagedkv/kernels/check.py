@@ -1,6 +1,6 @@
-"""The checks of check=True, in a kernel that runs before attention: their branches would slow it down.
+"""The checks of check=True, in a kernel of their own before attention, which their branches would slow down.
 
-A thread block takes a sequence. It stores the sequence's length, or -1 if it refuses something: then the kernel of
+A thread block checks a sequence. It stores the sequence's length, or -1 if it finds a bad entry: then the kernel of
 attention reads nothing of that sequence, and its rows become zeros.
 """
 
@@ -23,13 +23,13 @@ SIGNATURE = types.void(
 
 @dataclass(frozen=True, slots=True)
 class CheckConfig:
-    """Everything is an argument of the launch."""
+    """The kernel has no compile-time constants; everything is an argument of the launch."""
 
 
 def make_check_batch(config: CheckConfig) -> KernelSource:
-    """checked_lens[seq] = seq_lens[seq], or -1, with what is refused recorded.
+    """The kernel that stores checked_lens[seq] = seq_lens[seq], or -1, and records bad entries.
 
-    Decode has no query starts; its blocks count from the window on.
+    Decode has no query starts, and its blocks are checked from the window on.
     """
 
     def check_batch(

@@ -1,4 +1,4 @@
-"""merge_states: partial attentions over disjoint keys into one.
+"""merge_states: attention over disjoint sets of keys becomes attention over all of them.
 
 Grid. x over (row, group of elements), y over heads.
 
@@ -50,9 +50,9 @@ class MergeConfig:
 def make_merge_states(config: MergeConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: MAX_STATES outputs and MAX_STATES LSEs (unused ones may be anything), out and lse
-    (C-contiguous), num_rows, num_heads, and MAX_STATES times, in bytes: row and head stride of an output, row stride of
-    an LSE, whose heads are contiguous.
+    Its parameters are MAX_STATES outputs and MAX_STATES LSEs (unused ones may be anything), out and lse
+    (C-contiguous), num_rows, num_heads, and MAX_STATES times, in bytes, the row and head stride of an output and the
+    row stride of an LSE, whose heads are contiguous.
     """
     load_first, load_other = make_load(config.first_kind, config.elements), make_load(config.kind, config.elements)
     store, add = make_store(config.out_kind, config.elements), make_add(config.elements, may_be_empty=True)

@@ -1,4 +1,4 @@
-"""Reading as fast as memory allows: what benches hold the other kernels against.
+"""Reading as fast as memory allows, for benches to compare other kernels with.
 
 Grid. x is the chunk of BLOCK_BYTES.
 
@@ -21,18 +21,18 @@ from .device.source import KernelSource, device_function
 NUM_THREADS, LOADS, TURNS = 128, 8, 4
 TURN_BYTES = NUM_THREADS * LOADS * 16
 BLOCK_BYTES = TURNS * TURN_BYTES
-MIN_BLOCKS = 8  # on a multiprocessor: 128 KiB in flight
+MIN_BLOCKS = 8  # thread blocks on a multiprocessor, with 128 KiB in flight
 
 WORDS = types.CPointer(uint32)
 SIGNATURE = types.void(WORDS, WORDS)  # source, sums
 
 
 class ReadConfig(NamedTuple):
-    """There is nothing to choose."""
+    """The kernel has no compile-time constants."""
 
 
 def make_read(config: ReadConfig) -> KernelSource:
-    """The sum of the 32-bit words of each chunk, modulo 2**32."""
+    """The kernel that sums the 32-bit words of each chunk, modulo 2**32."""
     NUM_WARPS, NUM_WORDS, ROW_BYTES = NUM_THREADS // WARP_SIZE, 4 * LOADS, NUM_THREADS * 16
     LOG_WARP_SIZE = WARP_SIZE.bit_length() - 1
 

@@ -1,10 +1,10 @@
-"""apply_rotary: pairs of dims of queries and keys, rotated by the angles of their tokens' positions.
+"""apply_rotary: rotate pairs of dims of queries and keys by the angles of their tokens' positions.
 
-Grid. x over (token, vector of pairs), y over heads, those of k after those of q; z = 0 rotates, z = 1 copies the dims
-from rotary_dim on, and is not launched where there are none, or where all is in place.
+Grid. x over (token, vector of pairs), y over heads, those of k after those of q. z = 0 rotates, z = 1 copies the dims
+from rotary_dim on; it is not launched if there are none, or if results replace q and k.
 
-Who owns what. A thread loads a vector of cosines and one of sines, and rotates those pairs of several heads, a y
-dimension of the grid apart. It alone loads the elements that it stores over, so results may overwrite q and k.
+Who owns what. A thread loads a vector of cosines and one of sines, and rotates these pairs of several heads, as many
+heads apart as the grid has in y. It alone loads the elements that it overwrites, so results may replace q and k.
 
 Shared memory. None.
 """
@@ -35,7 +35,7 @@ class RotaryConfig:
     kind : str
         Elements of q, k and the results: "float32", "float16" or "bfloat16".
     table_kind : str
-        The same for cos and sin: "float32", or `kind`.
+        Elements of cos and sin: "float32", or `kind`.
     head_dim, rotary_dim : int
         D, and how many of its dims are rotated.
     interleaved : bool
@@ -53,7 +53,7 @@ class RotaryConfig:
 
     @property
     def pairs(self) -> int:
-        """Pairs that a thread rotates: a power of two whose first dims, like the second ones, are aligned."""
+        """Pairs that a thread rotates: a power of two whose first dims, and second ones, are aligned."""
         return math.gcd(self.rotary_dim // 2, 128 // ELEMENT_BITS[self.kind])
 
     @property
@@ -68,14 +68,14 @@ class RotaryConfig:
 
     @property
     def num_copied(self) -> int:
-        """Threads that copy the rest of it."""
+        """Threads that copy the rest of a head of a token."""
         return (self.head_dim - self.rotary_dim) * ELEMENT_BITS[self.kind] // 8 // self.copied_bytes
 
 
 def make_apply_rotary(config: RotaryConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: q, k, cos, sin, positions, q_out, k_out, report, num_tokens, num_heads, num_heads + num_kv_heads,
+    Its parameters are q, k, cos, sin, positions, q_out, k_out, report, num_tokens, num_heads, num_heads + num_kv_heads,
     max_positions, bytes of a position, and in bytes token and head strides of q and of k, row strides of cos and of
     sin, token and head strides of q_out and of k_out.
     """

@@ -2,8 +2,8 @@
 
 Grid. x over pairs, y over pieces of a block, z over caches, up to MAX_CACHES of them in one launch.
 
-Who owns what. A thread block copies a piece, and each thread up to 4 vectors of it, all loads before the stores. Blocks
-have the same shape in all caches of a launch: rows of contiguous vectors along up to three axes.
+Who owns what. A thread block copies a piece, and each thread up to 4 vectors of it, with all loads before the stores.
+Blocks have the same shape in all caches of a launch: rows of contiguous vectors along up to three axes.
 
 Shared memory. None.
 """
@@ -33,8 +33,7 @@ from ..device.source import KernelSource, device_function
 NUM_THREADS = 128
 MAX_CACHES = 8
 VECTORS_PER_THREAD = 4
-PIECE = NUM_THREADS * VECTORS_PER_THREAD
-"""Vectors that a thread block copies at once."""
+PIECE = NUM_THREADS * VECTORS_PER_THREAD  # vectors that a thread block copies at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class CopyConfig:
 def make_copy_blocks(config: CopyConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: MAX_CACHES sources and MAX_CACHES destinations (unused ones may be anything), pairs,
+    Its parameters are MAX_CACHES sources and MAX_CACHES destinations (unused ones may be anything), pairs,
     report, num_source_blocks, num_destination_blocks, num_vectors of a block and of a row, the lengths of axes 1 and 2
     (axis 2 is the fastest, and missing axes are the slowest), the elements from pair to pair; in bytes the block
     stride and those of the axes 0 to 2 of the sources, and of the destinations.

@@ -1,4 +1,4 @@
-"""gather_kv: the keys and values of one sequence as dense rows.
+"""gather_kv: copy the keys and values of one sequence to dense rows.
 
 Grid. x over (token, group of elements), y over KV heads, z = 0 for K and 1 for V.
 
@@ -54,7 +54,7 @@ class GatherConfig:
 def make_gather_kv(config: GatherConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (0 for none),
+    Its parameters are k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (0 for none),
     report, num_tokens, num_kv_heads, num_blocks; in bytes the block, position, head and column strides of k_cache and
     of v_cache; k_scale, v_scale.
     """
@@ -133,7 +133,7 @@ def _make_gather(kind: str, row: RowShape, hardware_fp8: bool) -> Any:
 
 
 def _make_load(row: RowShape) -> Any:
-    """The device function that fills words from an address: in one piece, or elements a column stride apart."""
+    """The device function that loads words from an address, in one piece or as elements a column stride apart."""
     num_words = row.elements * row.itemsize // 4
     if row.chunk == 1:
         per_word, element_bits = 4 // row.itemsize, 8 * row.itemsize

@@ -1,4 +1,4 @@
-"""A vector of keys that goes into a cache, rotated by the angles of its token's position.
+"""Rotate a vector of keys by the angles of its token's position, on its way into a cache.
 
 Each thread rotates the elements that it stores. It also loads the other dim of each pair, even if another thread stores
 that one: the load hits a cache, and no thread waits for another.

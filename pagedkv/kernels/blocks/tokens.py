@@ -1,8 +1,8 @@
-"""How write_kv and gather_kv split their work among threads.
+"""How write_kv and gather_kv divide their work among threads.
 
-A thread moves `elements` neighbouring elements of one row: one (token, KV head) of k or v. Rows of a cache in the
-layouts NHD and HND are contiguous. In the layout vllm those of K are chunks of 16 bytes, a column stride apart, and
-those of V single elements; there neighbouring tokens are adjacent in memory, so 32 of them share a warp.
+A thread moves `elements` neighbouring elements of one row, which is one (token, KV head) of k or v. Rows of a cache are
+contiguous in the layouts NHD and HND. In the layout vllm rows of K are chunks of 16 bytes, a column stride apart, and
+rows of V single elements; there neighbouring tokens are adjacent in memory, so 32 of them share a warp.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RowShape:
     elements : int
         Elements that a thread moves, 8 or 16 bytes of a contiguous row; a row is a multiple of them.
     num_vectors : int
-        Such groups in a row.
+        Groups of `elements` in a row.
     chunk : int
         Contiguous elements of the row; chunks are a column stride apart.
     tile : int
-        Tokens whose same group of elements neighbouring threads move.
+        Tokens of which neighbouring threads move the same group of elements.
     """
 
     itemsize: int
@@ -58,7 +58,7 @@ def num_items(num_tokens: int, kind: str, head_dim: int, *, is_vllm: bool) -> in
 
 
 def make_item(shape: RowShape) -> Any:
-    """The device function () -> (token, first element): what this thread moves, as uint64 and uint32."""
+    """The device function () -> (token, first element) of what this thread moves, as uint64 and uint32."""
     uint32, uint64 = types.uint32, types.uint64
     tile, num_vectors, elements = uint64(shape.tile), uint64(shape.num_vectors), uint32(shape.elements)
     num_threads = uint64(NUM_THREADS)

@@ -1,4 +1,4 @@
-"""The device side of check=True: record the first bad entry that a kernel meets, for the host to raise.
+"""The device side of check=True: kernels record the first bad entry they meet, and the host raises it.
 
 The report buffer is int64[5] = (state, what, sequence, column, value); state is 0 until a thread claims the buffer.
 """
@@ -15,7 +15,7 @@ BLOCK_ID, SEQ_LEN, SLOT, PAIR, QUERY_START, POSITION = 1, 2, 3, 4, 5, 6
 
 @device_function
 def record(report, what, sequence, column, value):
-    """Write a bad entry into the report buffer, a pointer to int64, unless there is one already.
+    """Store a bad entry in the report buffer, unless there is one already.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Device functions between float32 and the elements of a cache, as the 32-bit words that hold them.
+"""Device functions that convert between float32 and the elements of a cache, in the 32-bit words that hold them.
 
 `unpack(kind)` widens a word, `narrow(kind)` rounds one value; `unpack_words` and `multiply_add` take the words of a
 vector. Arguments are typed as strictly as in intrinsics/.
@@ -188,7 +188,7 @@ def multiply_add(kind: str, num_words: int, hardware_fp8: bool = False) -> Any:
 
 @lru_cache
 def unpack_words(kind: str, num_words: int, hardware_fp8: bool = False) -> Any:
-    """The device function that widens a tuple of words as `unpack` does one."""
+    """The device function that widens a tuple of words as `unpack` widens one."""
     widen, count = _widen(kind, hardware_fp8), num_words * 32 // ELEMENT_BITS[kind]
 
     def emit(builder: Any, words: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""fp8 as float16 halves of words, which is exact: what tensor cores multiply."""
+"""fp8 as float16 halves of words, which is exact, for tensor cores to multiply."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SIGNS = 0x80008000  # of both halves of a word
 
 
 def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
-    """Device functions that widen the lower and the upper two fp8 of a word to float16 halves.
+    """The device functions that widen the lower and the upper two fp8 of a word to float16 halves.
 
-    Without the instruction for it, e4m3 comes out as 2**-8 times the value, which `software_factor` makes up for.
+    Without an instruction for it, e4m3 comes out as 2**-8 times its value; `software_factor` makes up for that.
     """
     if kind == "fp8_e4m3" and hardware_fp8:
         return halves_of_lower_e4m3, halves_of_upper_e4m3
@@ -22,7 +22,7 @@ def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
 
     @device_function
     def widen(halves):
-        """Codes in the upper bytes of both halves: of e5m2, that is the float16."""
+        """Widen codes in the upper bytes of both halves; in e5m2 these are float16 already."""
         if IS_E4M3:
             # Shifted right by one, exponent and mantissa are those of 2**-8 times the value. All ones are NaN: adding
             # one carries into the sign bit, which then fills the exponent.
@@ -44,5 +44,5 @@ def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
 
 
 def software_factor(kind: str, hardware_fp8: bool) -> float:
-    """The factor by which `make_halves` leaves values too small."""
+    """The factor by which values from `make_halves` are too small."""
     return 256.0 if kind == "fp8_e4m3" and not hardware_fp8 else 1.0

@@ -1,8 +1,8 @@
-"""The end of a launch that splits its work: the last thread block to arrive merges the results of all.
+"""The end of a launch that splits its work: the last thread block to count itself merges the results of all.
 
-Every thread block of a grid column counts once, with or without work, so what a counter reaches depends on the grid
-alone. It is 0 again after every launch and every replay of a CUDA graph, whatever the lengths, and even if they change
-while the kernel runs.
+Every thread block of a grid column counts once, with or without work, so the number that a counter reaches depends on
+the grid alone. It is 0 again after every launch and every replay of a CUDA graph, whatever the lengths are, and even if
+they change while the kernel runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .source import device_function
 
 @device_function
 def publish(thread):
-    """Make the block's stores visible to the block that counts last; every thread calls it.
+    """Make the stores of a thread block visible to the one that counts last; every thread calls it.
 
     One fence is enough: the barrier puts the stores of all threads before the fence of thread 0, which then counts.
     """
@@ -25,7 +25,7 @@ def publish(thread):
 
 @device_function
 def is_last(thread, counters, most_splits, num_splits, count_word):
-    """Count, and return whether this block merges `num_splits` results; every thread calls it.
+    """Count this thread block, and return whether it merges `num_splits` results; every thread calls it.
 
     `counters` is the address of one counter for each grid column, which is `most_splits` blocks high; `count_word` is
     the shared address of a word. The fence of thread 0 and the barrier make the stores of other blocks visible to all

@@ -1,4 +1,4 @@
-"""What happens to a logit between q . k and the softmax: softcap, ALiBi, score_mod."""
+"""What changes a logit between q . k and the softmax: softcap, ALiBi, score_mod."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .source import device_function, user_function
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
 NONE = float32(-math.inf)  # the maximum of no logits
-# The shift (minus the pivot) of a row that has seen no key: below any other pivot, so rescaling from it gives 0.
+# The shift (minus the pivot) of a row that has seen no key. Its pivot is below any other: rescaling from it gives 0.
 UNSEEN = float32(3.4028235e38)
 SMALLEST = float32(2.0**-126)  # positive and normal
 
 
 @device_function
 def positive(unit):
-    """The factor of logits, but never 0: times -inf, that would be NaN."""
+    """The factor of logits, but never 0, since 0 times -inf is NaN."""
     return SMALLEST if unit == float32(0) else unit
 
 

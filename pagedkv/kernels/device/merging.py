@@ -30,13 +30,13 @@ from .source import device_function
 
 @device_function
 def finite(largest):
-    """What exponents are relative to: the largest logit, or 0 without any, because -inf - -inf is NaN."""
+    """The number that exponents are relative to: the largest logit, or 0 without any, because -inf - -inf is NaN."""
     return float32(0) if largest == NONE else largest
 
 
 @device_function
 def weight_of(maximum, largest):
-    """What a state weighs whose largest logit is `maximum`: 2 to the power of its distance from the largest of all."""
+    """The weight of a state by its largest logit: 2 to the power of its distance from the largest of all."""
     return exp2(float32(maximum - finite(largest)))
 
 
@@ -54,7 +54,7 @@ def lse_of(largest, total):
 
 @device_function
 def weight_of_lse(lse, largest):
-    """What an output weighs, from its LSE and the largest LSE."""
+    """The weight of an output by its LSE and the largest LSE."""
     return math.exp(float32(lse - finite(largest)))
 
 
@@ -72,8 +72,8 @@ def make_add(dims: int, may_be_empty: bool) -> Any:
     dims : int
         Elements of `sums`.
     may_be_empty : bool
-        States without keys are among them, and may hold anything. What weighs nothing is left out then: 0 * NaN is NaN,
-        and adding 0 turns a -0 into 0.
+        Whether states without keys are among them, which may hold anything. States that weigh nothing are left out
+        then: 0 * NaN is NaN, and adding 0 turns a -0 into 0.
     """
     ALL_COUNT = not may_be_empty
 
@@ -97,7 +97,7 @@ def make_add_states(load: Any, add: Any, dims: int, stride: int, most_loads: int
     Parameters
     ----------
     load : device function
-        The values of a state that this thread adds, from their address.
+        From an address to the values of a state that this thread adds.
     add : device function
         From `make_add`.
     dims : int
@@ -105,9 +105,9 @@ def make_add_states(load: Any, add: Any, dims: int, stride: int, most_loads: int
     stride : int
         Bytes from a state to the next one that is added; `where` is the address of the first.
     most_loads : int
-        States that a thread asks for before it adds the first of them.
+        States that a thread loads before it adds the first of them.
     every : int
-        As above; weights and counts have all states.
+        The step from a state that is added to the next one; weights and count are those of all states.
     """
     STRIDE, DIMS, EVERY, MOST_LOADS, BUFFERED = stride, dims, every, most_loads, dims * most_loads
 

@@ -1,4 +1,4 @@
-"""Reductions over lanes by shuffles; the whole warp calls them, and every lane gets the result."""
+"""Reductions over lanes, by shuffles. The whole warp calls them, and every lane gets the result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sum_of_warp(x):
 
 @device_function
 def largest_of_quad(x):
-    """The largest float32 of four neighbouring lanes, those with the same row of an mma's result."""
+    """The largest float32 of four neighbouring lanes, which have the same row of an mma's result."""
     x = larger(x, exchange(x, 1))
     return larger(x, exchange(x, 2))
 

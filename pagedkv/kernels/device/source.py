@@ -1,4 +1,4 @@
-"""What a kernel is made of: device functions, and what its factory returns."""
+"""What kernels are made of: device functions, namespaces of them, and what a kernel's factory returns."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class KernelSource:
     signature : numba signature
         ``types.void(...)`` of pointers, int64 and float64 only, so that a launch passes 8 bytes per argument.
     num_threads : int
-        Threads of a block, which is one-dimensional.
+        Threads of a thread block, which is one-dimensional.
     min_blocks : int
-        Thread blocks that are to fit on a multiprocessor: ptxas limits the registers of a thread for them. While it
-        spills, it is asked for one fewer, down to two.
+        Thread blocks that must fit on a multiprocessor, for which ptxas limits the registers of a thread. While ptxas
+        spills, the linker asks for one fewer, down to two.
     is_specific : bool
-        It has instructions of one compute capability alone, such as wgmma of 9.0: the target is sm_90a, and the machine
-        code runs on no other.
+        Whether it has instructions of one compute capability alone, such as wgmma of 9.0: the target is sm_90a, and the
+        machine code runs on no other.
     """
 
     function: Callable[..., None]
@@ -48,7 +48,7 @@ _lineinfo = ContextVar("lineinfo", default=True)
 
 @contextmanager
 def with_lineinfo(lineinfo: bool) -> Iterator[None]:
-    """Whether kernels that are made here name the lines of their device functions in the PTX."""
+    """Decide whether kernels that are made meanwhile name the lines of their device functions in the PTX."""
     token = _lineinfo.set(lineinfo)
     try:
         yield
@@ -59,67 +59,67 @@ def with_lineinfo(lineinfo: bool) -> Iterator[None]:
 def device_function(function: Callable[..., Any]) -> Any:
     """Decorate a function that kernels call: inlined, with line info in the PTX if the kernel has it.
 
-    Functions with the same code and constants are one object, which numba compiles once for all kernels of a process. A
-    module-level one always has line info. Pass constants as int64(0): a literal has its own type, for which numba would
-    compile the function once more.
+    Functions with the same code and constants are one object, which numba compiles once for all kernels of a process.
+    Those at module level always have line info. Pass constants as int64(0): a literal has its own type, for which numba
+    would compile the function once more.
     """
-    return shared(_jitted, _Alike(function), _lineinfo.get())
+    return cached(_jitted, _SameCode(function), _lineinfo.get())
 
 
 def user_function(function: Callable[..., Any]) -> Any:
-    """The device function of a user's function, for one kernel: neither it nor its callers are kept.
+    """The device function of a user's function, for one kernel.
 
-    Users may make a new function for each call.
+    No cache keeps it or what calls it, since users may make a new function for each call.
     """
     made = cuda.jit(device=True)(function)
-    made.is_passing = True
+    made.is_transient = True
     return made
 
 
-def shared(make: Any, *parts: Any) -> Any:
-    """Call a function that has an lru_cache, but past the cache if one of the parts calls a user's function."""
-    is_passing = any(map(_is_passing, parts))
-    made = (make.__wrapped__ if is_passing else make)(*parts)
-    made.is_passing = is_passing
+def cached(make: Any, *parts: Any) -> Any:
+    """Call a function that has an lru_cache, but without the cache if one of the parts calls a user's function."""
+    is_transient = any(map(_is_transient, parts))
+    made = (make.__wrapped__ if is_transient else make)(*parts)
+    made.is_transient = is_transient
     return made
 
 
 class Steps(ModuleType):
-    """The device functions of one subject, called as ``steps.name(...)``: a module is the one namespace numba knows."""
+    """Device functions that belong together, called as ``steps.name(...)``; numba knows no namespaces but modules."""
 
     def __init__(self, *functions: Any) -> None:
         super().__init__("steps")
         vars(self).update({function.__name__: function for function in functions})
 
 
-class _Alike:
-    """A function that equals others of the same code and constants."""
+class _SameCode:
+    """A function, which equals others with the same code and constants."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         constants = [cell.cell_contents for cell in function.__closure__ or ()]
-        # Globals by identity: a module may be loaded twice, once edited. They live as long as `function`.
+        # Globals are compared by identity: a module may be loaded twice, once edited. They live as long as `function`.
         self._content = id(function.__globals__), function.__code__, _content((*constants, function.__defaults__))
-        self.is_passing = any(map(_is_passing, constants))
+        self.is_transient = any(map(_is_transient, constants))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alike) and self._content == other._content
+        return isinstance(other, _SameCode) and self._content == other._content
 
     def __hash__(self) -> int:
         return hash(self._content)
 
 
 @lru_cache(MOST_FUNCTIONS)
-def _jitted(alike: _Alike, lineinfo: bool) -> Any:
-    return cuda.jit(device=True, forceinline=True, lineinfo=lineinfo)(alike.function)
+def _jitted(same: _SameCode, lineinfo: bool) -> Any:
+    return cuda.jit(device=True, forceinline=True, lineinfo=lineinfo)(same.function)
 
 
-def _is_passing(constant: Any) -> bool:
+def _is_transient(constant: Any) -> bool:
     if isinstance(constant, Steps):
-        return any(map(_is_passing, vars(constant).values()))
+        return any(map(_is_transient, vars(constant).values()))
     if isinstance(constant, tuple):
-        return any(map(_is_passing, constant))
-    return getattr(constant, "is_passing", False)
+        return any(map(_is_transient, constant))
+    return getattr(constant, "is_transient", False)
 
 
 def _content(constant: Any) -> Hashable:

@@ -1,6 +1,6 @@
-"""Vectors of neighbouring elements between global memory and a thread's array of float32.
+"""Loads and stores of vectors of neighbouring elements, from and to a thread's array of float32.
 
-A vector is a power of two of elements, 2 to 32 bytes, and begins at a multiple of its size, or of 16 bytes.
+A vector has a power of two of elements, 2 to 32 bytes, and begins at a multiple of its size or of 16 bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOADS_OF_WRITTEN = {2: load_written_2, 4: load_written_4, 8: load_written_8, 16
 
 
 def make_load(kind: str, num_elements: int, *, written: bool = False) -> Any:
-    """The device function (values, row, vector) that fills values with the vector-th num_elements elements of a row.
+    """The device function (values, row, vector) that fills `values` with the vector-th num_elements elements of a row.
 
     `written` says that the launch may also write them.
     """

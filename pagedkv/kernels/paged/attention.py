@@ -18,8 +18,8 @@ memory.
 
 Bad values. A length out of range counts as 0, and block ids are trusted: ../check.py looks at both first, if asked to.
 
-v2 is v1 over a partition. It leaves a float32 output, the largest logit and the sum of exponentials of every partition
-to `make_v2_reduce` of reduction.py.
+v2 is v1 over a partition. It stores a float32 output, the largest logit and the sum of exponentials of every partition
+for `make_v2_reduce` of reduction.py.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def shared_bytes(config: AttentionConfig, num_tokens: int) -> int:
 
 
 def static_shared_bytes(config: AttentionConfig) -> int:
-    """Static shared memory of a thread block: the dynamic one begins at a multiple of 16 bytes."""
+    """Static shared memory of a thread block, up to the multiple of 16 bytes where dynamic memory begins."""
     return 4 * (config.head_dim + 2 * NUM_WARPS) + 16
 
 
 def make_v1(config: AttentionConfig) -> KernelSource:
-    """Attention of one query head over all tokens of its sequence."""
+    """The kernel in which each query head attends to all tokens of its sequence."""
     return _make_paged_attention(config, 0)
 
 
 def make_v2(config: AttentionConfig) -> KernelSource:
-    """Attention of one query head over one partition of its sequence."""
+    """The kernel in which each query head attends to one partition of its sequence."""
     return _make_paged_attention(config, constants.PARTITION_SIZE)
 
 

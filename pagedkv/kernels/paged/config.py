@@ -59,7 +59,7 @@ class AttentionConfig:
 
     @property
     def vec_size(self) -> int:
-        """Elements of a 16-byte K vector: x of the layout."""
+        """Elements of a 16-byte K vector, the x of the layout."""
         return 16 // self.kv_bytes
 
     @property
@@ -80,7 +80,7 @@ class AttentionConfig:
 
     @property
     def num_rows_per_iter(self) -> int:
-        """Rows of V, elements of head_dim, that a warp reads at once."""
+        """Rows of V (elements of head_dim) that a warp reads at once."""
         return WARP_SIZE // self.num_v_vecs_per_row
 
     @property

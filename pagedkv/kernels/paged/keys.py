@@ -1,4 +1,4 @@
-"""Steps of v1 and v2: q into shared memory, and q . k of one token by the lanes of a thread group."""
+"""v1 and v2: load q into shared memory, and compute q . k of one token with the lanes of a thread group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_IN_FLIGHT = 8
 
 
 def make_stage_query(config: AttentionConfig) -> Any:
-    """The device function ``stage_query(q_vecs, q, thread_idx)``: a row of q at an address, widened."""
+    """The device function ``stage_query(q_vecs, q, thread_idx)``: widen a row of q and store it in shared memory."""
     Q_VEC_SIZE = 16 // config.q_bytes
     NUM_Q_VECS = config.head_dim // Q_VEC_SIZE
     widen, store_vec = unpack_words(config.q_kind, 4), store_shared(Q_VEC_SIZE)
@@ -30,7 +30,7 @@ def make_stage_query(config: AttentionConfig) -> Any:
 
 
 def make_query_key(config: AttentionConfig) -> Any:
-    """The device function ``query_key(q_vecs, k, k_vec_stride, thread_group_offset)``: this lane's share of q . k.
+    """The device function ``query_key(q_vecs, k, k_vec_stride, thread_group_offset)``: this lane's part of q . k.
 
     Lane thread_group_offset of a thread group takes every THREAD_GROUP_SIZE-th 16-byte vector of the token whose first
     vector is at the address k; the vectors of a token are k_vec_stride bytes apart. Up to MOST_IN_FLIGHT of them are in

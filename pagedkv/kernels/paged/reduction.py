@@ -1,4 +1,4 @@
-"""The second kernel of v2: reduce the outputs of a head's partitions to its output.
+"""The second kernel of v2: merge the outputs of a head's partitions into its output.
 
 Grid. x = seq_idx * num_heads + head_idx.
 
@@ -36,17 +36,17 @@ SIGNATURE = types.void(
 
 @dataclass(frozen=True, slots=True)
 class ReductionConfig:
-    """The compile-time constants of the reduction: head_dim, and what an element of `out` is."""
+    """The compile-time constants of the reduction: head_dim, and the kind of elements of `out`."""
 
     head_dim: int
     kind: str
 
 
 def make_v2_reduce(config: ReductionConfig) -> KernelSource:
-    """The softmax over the partitions of one query head.
+    """The kernel that merges the partitions of each query head.
 
-    A partition weighs exp_sum * exp(max_logit - the largest max_logit); the sink is one more term of the denominator.
-    Strides are in bytes.
+    The weight of a partition is exp_sum * exp(max_logit - the largest max_logit), and the sink is one more term of the
+    denominator. Strides are in bytes.
     """
     HEAD_DIM, ROWS_PER_THREAD = config.head_dim, -(-config.head_dim // NUM_THREADS)
     NUM_SUMS = 2 * NUM_WARPS

@@ -1,4 +1,4 @@
-"""Steps of v1 and v2: maximum and sum over a thread block, and the softmax of the logits in shared memory."""
+"""v1 and v2: the maximum and the sum over a thread block, and the softmax of the logits in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of v1 and v2: the length of a sequence, and the tokens of a thread block."""
+"""v1 and v2: the length of a sequence, and the tokens of a thread block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def length_of(seq_lens, seq_idx, max_seq_len):
 
 
 def make_tokens_of(PARTITION_SIZE: int) -> Any:
-    """The device function (seq_len, window, partition_idx): the first token of a thread block, and one past its last.
+    """The device function (seq_len, window, partition_idx) -> a thread block's first token, and one past its last.
 
     With a PARTITION_SIZE of 0 it takes all tokens of the window.
     """

@@ -21,8 +21,8 @@ def make_weigh_values(config: AttentionConfig) -> Any:
     """The device function ``weigh_values(accs, logits, v, v_row_stride, lane, first, last)``: add one chunk to accs.
 
     v is the address of this lane's vector of tokens in row 0, rows are v_row_stride bytes apart, and `logits` is the
-    shared address of the softmax of these tokens. Tokens of the vector outside first..last-1 are masked out, not
-    multiplied by 0: 0 * NaN is NaN.
+    shared address of the softmax of these tokens. Tokens of the vector outside first..last-1 are masked out, and not
+    multiplied by 0, since 0 * NaN is NaN.
     """
     HEAD_DIM, NUM_ROWS_PER_ITER = config.head_dim, config.num_rows_per_iter
     NUM_ROWS, NUM_V_VECS_PER_ROW = config.num_rows_per_thread, config.num_v_vecs_per_row
@@ -51,8 +51,8 @@ def make_weigh_values(config: AttentionConfig) -> Any:
 def make_reduce_rows(config: AttentionConfig) -> Any:
     """The device function ``reduce_rows(accs, out_smem, warp_idx, lane)``: warp 0 gets the sums over all warps.
 
-    First over the lanes of a row; then the upper half of the warps hands its sums to the lower half, twice. out_smem,
-    2 * head_dim float32, reuses the memory of the logits.
+    It adds the lanes of a row first. Then the upper half of the warps hands its sums to the lower half, twice.
+    out_smem, 2 * head_dim float32, reuses the memory of the logits.
     """
     HEAD_DIM, NUM_ROWS_PER_ITER = config.head_dim, config.num_rows_per_iter
     NUM_ROWS, NUM_V_VECS_PER_ROW = config.num_rows_per_thread, config.num_v_vecs_per_row
@@ -65,7 +65,7 @@ def make_reduce_rows(config: AttentionConfig) -> Any:
             mask //= 2
 
     @device_function
-    def put_row(i, accs, out_smem, first_row):
+    def store_row(i, accs, out_smem, first_row):
         row_idx = first_row + i * NUM_ROWS_PER_ITER
         if row_idx < HEAD_DIM:
             out_smem[row_idx] = accs[i]
@@ -85,7 +85,7 @@ def make_reduce_rows(config: AttentionConfig) -> Any:
         mid = NUM_WARPS // 2
         while mid >= 1:
             if mid <= warp_idx < 2 * mid and is_first:
-                for_each(put_row, NUM_ROWS, (accs, out_smem[(warp_idx - mid) * HEAD_DIM :], first_row))
+                for_each(store_row, NUM_ROWS, (accs, out_smem[(warp_idx - mid) * HEAD_DIM :], first_row))
             cuda.syncthreads()
             if warp_idx < mid and is_first:
                 for_each(add_row, NUM_ROWS, (accs, out_smem[warp_idx * HEAD_DIM :], first_row))
@@ -96,7 +96,7 @@ def make_reduce_rows(config: AttentionConfig) -> Any:
 
 
 def make_write_row(config: AttentionConfig, kind: str) -> Any:
-    """The device function ``write_row(out, accs, v_scale, lane)``: the sums as elements of `kind` at an address."""
+    """The device function ``write_row(out, accs, v_scale, lane)``: store sums as elements of `kind` at an address."""
     HEAD_DIM, NUM_ROWS_PER_ITER = config.head_dim, config.num_rows_per_iter
     NUM_ROWS, NUM_V_VECS_PER_ROW = config.num_rows_per_thread, config.num_v_vecs_per_row
     rounded, NUM_BYTES = narrow(kind), ELEMENT_BITS[kind] // 8

@@ -1,4 +1,4 @@
-"""How a device function of one or a few instructions is declared, and the types that they name."""
+"""Declarations of device functions of one or a few instructions, and the types that they name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS_2, FLOATS_4 = types.UniTuple(float32, 2), types.UniTuple(float32, 4)
 
 
 def declare(name: str, doc: str, result: Any, arguments: list[Any], emit: Callable[..., Any]) -> Any:
-    """A device function of exactly these types; ``emit(builder, *values)`` gives its LLVM value, or a list of them."""
+    """A device function of exactly these types; ``emit(builder, *values)`` returns its LLVM value or values."""
 
     def typing(typingctx: Any, *given: Any) -> Any:
         if len(given) != len(arguments) or not all(map(suits, given, arguments)):

@@ -11,7 +11,7 @@ from .declare import I32, declare, emit_asm, int64, parts_of, uint32
 
 @lru_cache
 def masked(num_words: int) -> Any:
-    """The device function (words, masks): the bitwise and of two tuples of words."""
+    """The device function (words, masks) -> the bitwise and of two tuples of words."""
     words = types.UniTuple(uint32, num_words)
 
     def emit(builder: Any, values: Any, masks: Any) -> list[Any]:
@@ -26,7 +26,7 @@ _LOW_BITS = "{ .reg .b32 n; max.s32 n, $1, 0; shl.b32 n, 1, n; sub.u32 $0, n, 1;
 
 @lru_cache
 def bit_masks(num_words: int) -> Any:
-    """The device function (first, last): words in which the bits first..last-1 are set, from the lowest address up.
+    """The device function (first, last) -> words whose bits first..last-1 are set, from the lowest address up.
 
     Both may lie outside the words, by less than 2**31.
     """

@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..language import cgutils, intrinsic, typeof, types
-from ..source import MOST_FUNCTIONS, device_function, shared
+from ..source import MOST_FUNCTIONS, cached, device_function
 from .declare import (
     F32,
     GLOBAL,
@@ -66,11 +66,11 @@ def for_each(typingctx: Any, body: Any, count: Any, args: Any) -> Any:
 def unrolled(count: int) -> Callable[[Callable[..., None]], Any]:
     """Decorate ``body(i, *args)``: kernels call it as ``body(*args)``, which runs it for i from 0 to count - 1.
 
-    Without a loop: a local array stays in registers only if every index into it is a constant, and LLVM unrolls loops
+    There is no loop: a local array stays in registers only if every index into it is a constant, and LLVM unrolls loops
     only up to a certain size.
     """
 
-    return lambda function: shared(_unrolled, device_function(function), count)
+    return lambda function: cached(_unrolled, device_function(function), count)
 
 
 @lru_cache(MOST_FUNCTIONS)
@@ -113,10 +113,10 @@ divmod_32 = declare(
 
 @intrinsic
 def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
-    """A pointer to `count`, a constant, numbers of this thread: in registers if every index is a constant.
+    """A pointer to `count` numbers of this thread, which stay in registers if every index is a constant.
 
-    Unlike cuda.local.array it is one value in a call, not seven, and an access is one or two LLVM instructions, not
-    ten: NVVM compiles the split kernels, which are full of both, in half the time.
+    `count` is a constant. Unlike a cuda.local.array it is one value in a call, not seven, and an access is one or two
+    LLVM instructions, not ten: NVVM compiles the split kernels, which are full of both, in half the time.
     """
     if not isinstance(count, types.IntegerLiteral) or not isinstance(dtype, types.NumberClass):
         return None
@@ -131,7 +131,7 @@ def local_array(typingctx: Any, count: Any, dtype: Any) -> Any:
 
 @lru_cache
 def local_arrays(kind: Any, **arrays: tuple[int, Any]) -> Any:
-    """The device function () that makes a named tuple of this kind, each field of it a `local_array`.
+    """The device function () that makes a named tuple of this kind, of which each field is a `local_array`.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def _allocate(context: Any, builder: Any, dtype: Any, count: int) -> Any:
 
 @intrinsic
 def assign(typingctx: Any, array: Any, at: Any, values: Any) -> Any:
-    """``array[at], array[at + 1], ... = values`` of a local array, an int64 and a tuple of the array's numbers."""
+    """``array[at], array[at + 1], ... = values``: a local array, an int64 and a tuple of numbers like the array's."""
     if not isinstance(array, types.CPointer) or not isinstance(values, types.UniTuple):
         return None
     if values.dtype != array.dtype or not suits(at, int64):
@@ -231,12 +231,12 @@ _LOADED = {1: (uint8, I8), 2: (uint16, I16), 4: (uint32, I32), 8: (WORDS_2, I32)
 
 
 def _load(nbytes: int) -> Any:
-    doc = f"{nbytes} bytes of global memory that no thread writes during the launch (ld.global.nc)."
+    doc = f"Load {nbytes} bytes of global memory that no thread writes during the launch (ld.global.nc)."
     return make_load(f"load_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1], readonly=True)
 
 
 def _load_written(nbytes: int) -> Any:
-    doc = f"{nbytes} bytes of global memory that this launch may also write."
+    doc = f"Load {nbytes} bytes of global memory that this launch may also write."
     return make_load(f"load_written_{nbytes}", doc, _LOADED[nbytes][0], int64, _LOADED[nbytes][1])
 
 
@@ -255,7 +255,7 @@ store_1, store_2, store_4, store_8, store_16 = (_store(n) for n in (1, 2, 4, 8, 
 
 @lru_cache
 def load_shared(count: int) -> Any:
-    """The device function of a shared address, a multiple of 16: a tuple of `count` float32, a multiple of 4."""
+    """The device function (address) -> `count` float32 there; address is a multiple of 16, and count of 4."""
 
     def emit(builder: Any, where: Any) -> list[Any]:
         values = []
@@ -271,7 +271,7 @@ def load_shared(count: int) -> Any:
 
 @lru_cache
 def store_shared(count: int) -> Any:
-    """The device function (address, values) of a tuple of `count` float32, a multiple of 4, stored as `load_shared`."""
+    """The device function (address, values) that stores a tuple of `count` float32 as `load_shared` loads it."""
 
     def emit(builder: Any, where: Any, values: Any) -> None:
         parts = parts_of(builder, values, count)
@@ -314,7 +314,7 @@ def shared_address(typingctx: Any, array: Any) -> Any:
 
 compare_and_swap = declare(
     "compare_and_swap",
-    "Atomically replace the int64 at a global address by `new` if it is `old`; its old value: (address, old, new).",
+    "Atomically replace the int64 at an address by `new` if it is `old`, and return what it was: (address, old, new).",
     int64,
     [int64, int64, int64],
     lambda builder, where, old, new: emit_asm(

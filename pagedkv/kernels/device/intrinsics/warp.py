@@ -1,4 +1,4 @@
-"""Device functions of one or a few instructions for attention: warps, tensor cores, memory that blocks share.
+"""Device functions of one or a few instructions for warps, tensor cores and memory that thread blocks share.
 
 Addresses and types are as in thread.py: int64 for global memory, uint32 for shared memory and for words. A function
 that a whole warp must call says so.
@@ -34,7 +34,7 @@ WHOLE_WARP = "0xffffffff"
 
 
 def warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list[Any]) -> Any:
-    """Assembly that LLVM must neither move nor duplicate across branches."""
+    """Emit assembly that LLVM must neither move nor duplicate across branches."""
     call = emit_asm(builder, result, text, constraints, args, side_effect=True)
     call.attributes.add("convergent")
     return call
@@ -44,7 +44,7 @@ def warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list
 
 
 def _stream(count: int) -> Any:
-    """Loads of the caches: read once, so they bypass L1; volatile, so LLVM keeps them in program order."""
+    """A load from a cache, which is read once: it bypasses L1, and is volatile so that LLVM keeps program order."""
     struct = ir.LiteralStructType([I32] * count)
     registers = ",".join(f"${i}" for i in range(count))
     text = f"ld.global.nc.L1::no_allocate.L2::128B.v{count}.u32 {{{registers}}}, [${count}];"
@@ -125,19 +125,19 @@ def _load_l2(count: int) -> Any:
     def emit(builder: Any, where: Any) -> Any:
         return parts_of(builder, emit_asm(builder, struct, text, constraints, [where], side_effect=True), count)
 
-    doc = f"{count} float32 that other thread blocks wrote in this launch: from L2, never from a stale line of L1."
+    doc = f"Load {count} float32 that other thread blocks wrote in this launch: from L2, not a stale line of L1."
     return declare(f"load_l2_{count}", doc, FLOATS_4 if count == 4 else FLOATS_2, [int64], emit)
 
 
 load_l2_2, load_l2_4 = _load_l2(2), _load_l2(4)
 
-load_shared_2 = make_load("load_shared_2", "Two float32 at a shared address.", FLOATS_2, uint32, F32)
+load_shared_2 = make_load("load_shared_2", "Load two float32 at a shared address.", FLOATS_2, uint32, F32)
 store_shared_2 = make_store("store_shared_2", "Store two float32 at a shared address.", uint32, float32, 2, F32)
 store_shared_4 = make_store("store_shared_4", "Store four float32 at a shared address.", uint32, float32, 4, F32)
-load_shared_word = make_load("load_shared_word", "A word at a shared address.", uint32, uint32, I32)
-load_shared_pair = make_load("load_shared_pair", "Two words at a shared address.", WORDS_2, uint32, I32)
+load_shared_word = make_load("load_shared_word", "Load a word at a shared address.", uint32, uint32, I32)
+load_shared_pair = make_load("load_shared_pair", "Load two words at a shared address.", WORDS_2, uint32, I32)
 store_shared_word = make_store("store_shared_word", "Store a word at a shared address.", uint32, uint32, 1, I32)
-load_shared_words = make_load("load_shared_words", "Four words at a shared address.", WORDS_4, uint32, I32)
+load_shared_words = make_load("load_shared_words", "Load four words at a shared address.", WORDS_4, uint32, I32)
 store_shared_words = make_store("store_shared_words", "Store four words at a shared address.", uint32, uint32, 4, I32)
 
 fence = declare(
@@ -258,7 +258,7 @@ or_of_warp = declare(
 
 any_lane = declare(
     "any_lane",
-    "True if the condition holds in a lane of the warp. The whole warp calls it.",
+    "Whether the condition holds in a lane of the warp. The whole warp calls it.",
     types.boolean,
     [types.boolean],
     lambda builder, condition: _vote(builder, condition, "llvm.nvvm.vote.any.sync", I1),
@@ -319,7 +319,7 @@ def _load_matrices(name: str, modifier: str, doc: str) -> Any:
 load_matrices = _load_matrices(
     "load_matrices",
     "",
-    """Four 8 x 8 matrices of 16 bits (ldmatrix): lane (g, t) gets elements 2t and 2t + 1 of row g of each.
+    """Load four 8 x 8 matrices of 16 bits (ldmatrix): lane (g, t) gets elements 2t and 2t + 1 of row g of each.
 
     Lane 8 i + r names the shared address of row r of matrix i. The whole warp calls it.
     """,
@@ -334,7 +334,7 @@ load_transposed = _load_matrices(
 
 permute = declare(
     "permute",
-    "Bytes of two words, chosen by the four low nibbles of a selector: (x, y, selector) (prmt).",
+    "Four bytes of two words, which the low nibbles of a selector choose: (x, y, selector) (prmt).",
     uint32,
     [uint32, uint32, uint32],
     lambda builder, x, y, selector: emit_asm(builder, I32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector]),

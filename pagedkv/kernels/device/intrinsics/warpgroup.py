@@ -1,4 +1,4 @@
-"""Device functions of a warpgroup, four warps: asynchronous products (wgmma), of compute capability 9.0 alone.
+"""Device functions of a warpgroup, which is four warps: asynchronous products (wgmma) of compute capability 9.0.
 
 A kernel that uses them `is_specific`. All threads of the warpgroup call them, with the same descriptors. A descriptor
 is an int64 that says where a matrix lies in shared memory, in rows of 128 bytes whose chunks of 16 bytes are swizzled:
@@ -42,7 +42,7 @@ def descriptor_bits(leading: int, stride: int) -> int:
 
 @lru_cache
 def descriptor(bits: int) -> Any:
-    """The device function of a shared address, a multiple of 16: the descriptor that starts there."""
+    """The device function (address) -> the descriptor that starts at a shared address, a multiple of 16."""
 
     def emit(builder: Any, where: Any) -> Any:
         start = builder.and_(builder.lshr(where, ir.IntType(32)(4)), ir.IntType(32)(0x3FFF))
@@ -53,7 +53,7 @@ def descriptor(bits: int) -> Any:
 
 fence_proxy = declare(
     "fence_proxy",
-    "Make earlier writes of this thread to shared memory visible to products, of all threads that a barrier tells.",
+    "Make what this thread has stored in shared memory visible to products, after a barrier to those of all threads.",
     types.void,
     [],
     lambda builder: emit_asm(builder, VOID, "fence.proxy.async.shared::cta;", "~{memory}", [], side_effect=True),
@@ -61,7 +61,7 @@ fence_proxy = declare(
 
 
 def _chain(kind: str, n: int, products: Sequence[str]) -> str:
-    """Assembly of products, each with its operands from B on; "yes" and "no" say whether it adds."""
+    """The assembly of products, each given with its operands from B on; "yes" and "no" say whether it adds."""
     lines = ["{", ".reg .b64 a, b;", ".reg .pred yes, no;", "setp.eq.b32 yes, 0, 0;", "setp.ne.b32 no, 0, 0;"]
     d = ",".join(f"${i}" for i in range(n // 2))
     lines.append("wgmma.fence.sync.aligned;")
