@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,10 @@ def _run(
         return 2
     code, progress = 0, _Progress()
     try:
-        if drawing:
-            drawing.require()
+        if drawing and find_spec("matplotlib") is None:
+            raise BackendUnavailableError(
+                'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"'
+            )
         rows = module.run(progress=progress, **options)
     except KeyboardInterrupt as interruption:
         print("\ninterrupted", file=sys.stderr)

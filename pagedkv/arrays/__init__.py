@@ -1,7 +1,6 @@
 """Arrays of every framework: what an argument is, found out once, and how NumPy sees it. Nothing is imported for it."""
 
 from .argument import Argument, DeviceArgument, Facts, HostArgument
-from .host import HostArray
 from .identify import current_streams, device_kind, host_view, identify, to_host
 from .shadow import Array, Shadow, address_of, make_shadow, metadata_of
 from .torch_tensor import between_graphs
@@ -12,7 +11,6 @@ __all__ = [
     "DeviceArgument",
     "Facts",
     "HostArgument",
-    "HostArray",
     "Shadow",
     "address_of",
     "between_graphs",

@@ -1,6 +1,6 @@
 """An array argument together with its framework and device, which are determined once.
 
-Each framework has a module in this folder with a subclass for its arrays on the host, on a device, or both.
+Each other framework has a module in this folder with a subclass for its arrays on the host, on a device, or both.
 """
 
 from __future__ import annotations
@@ -72,6 +72,18 @@ class HostArgument(Argument):
     def new(self, name: str, shape: Shape, dtype: np.dtype[Any], stream: int, remedy: str) -> tuple[Any, Array]:
         result = np.empty(shape, dtype)
         return self.of_numpy(result), result
+
+
+class NumpyArray(HostArgument):
+    """A NumPy array, possibly of a subclass."""
+
+    __slots__ = ()
+
+    def view(self) -> Array:
+        return np.asarray(self.array)
+
+    def of_numpy(self, result: Array) -> Any:
+        return result
 
 
 class DeviceArgument(Argument):

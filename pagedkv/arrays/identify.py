@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .argument import DeviceArgument, HostArgument, type_name
+from .argument import DeviceArgument, HostArgument, NumpyArray, type_name
 from .cupy_array import CupyArray
 from .dlpack import DlpackArray, is_on_cuda
-from .host import HostArray
 from .interface import InterfaceArray
 from .torch_tensor import CudaTensor, tensor
 
@@ -28,14 +27,14 @@ def identify(name: str, x: Any) -> HostArgument | DeviceArgument:
     """
     kind = type(x)
     if kind is np.ndarray:
-        return HostArray(name, x)
+        return NumpyArray(name, x)
     if isinstance(x, np.ndarray):
         if _is_masked(x):
             raise TypeError(
                 f"{name} must be an array without a mask, got a numpy.ma.MaskedArray: "
                 "fill what is masked (x.filled(value)), or give x.data if nothing is"
             )
-        return HostArray(name, x)
+        return NumpyArray(name, x)
     if _is_torch(kind):
         return tensor(name, x)
     if _is_cupy(kind):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from . import pointers
 from .argument import DeviceArgument, Facts, low_bits, type_name
 from .shadow import Metadata, metadata_of
 
@@ -36,7 +36,7 @@ class InterfaceArray(DeviceArgument):
         address, read_only = interface["data"]
         typestr = interface["typestr"]
         own = x.dtype if typestr[1] == "V" else None
-        ordinal = pointers.ordinal_of(address) if pointers.has_several_devices() else 0
+        ordinal = ordinal_of(address) if has_several_devices() else 0
         key = (interface["shape"], interface.get("strides"), typestr, own, interface.get("mask"), read_only, ordinal)
         return address, (key, low_bits(address))
 
@@ -65,7 +65,7 @@ class InterfaceArray(DeviceArgument):
                 raise self._wrong(f"a stride for each of {len(shape)} axes", strides, ValueError)
         address, read_only = self._data(interface["data"])
         dtype = self._dtype(interface["typestr"])
-        ordinal = pointers.ordinal_of(address) if address else None
+        ordinal = ordinal_of(address) if address else None
         try:
             return metadata_of(name, address, shape, strides, dtype, read_only, ordinal)
         except OverflowError as error:
@@ -104,3 +104,30 @@ class InterfaceArray(DeviceArgument):
 
 def _is_integer(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    """The driver if it has several devices, otherwise None."""
+    try:
+        from cuda.bindings import driver
+
+        (failed,), (error, count) = driver.cuInit(0), driver.cuDeviceGetCount()
+    except (ImportError, RuntimeError):
+        return None
+    return None if int(failed) or int(error) or count < 2 else driver
+
+
+def has_several_devices() -> bool:
+    """Whether the driver has more than one device."""
+    return _driver() is not None
+
+
+def ordinal_of(address: int) -> int:
+    """The device that an address belongs to; 0 if there is at most one device, or the driver does not know."""
+    driver = _driver()
+    if driver is None:
+        return 0
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    error, ordinal = driver.cuPointerGetAttribute(attribute, address)
+    return int(ordinal) if int(error) == 0 else 0

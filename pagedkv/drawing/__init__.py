@@ -1,4 +1,4 @@
-"""Pictures as SVG: the map of a pool, and the bytes and banks that lanes access; and the check for matplotlib."""
+"""Pictures as SVG: the map of a pool, and the bytes and banks that lanes access."""
 
 from .lane_map import LaneAccess, draw_banks, draw_bytes
 from .svg import Svg

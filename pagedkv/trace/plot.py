@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..drawing.figures import require as require
 from .simulate import KINDS
 
 # As the bars of the vLLM paper's figure 2: what is used, then three kinds of waste. Distinct in grey, too.

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedkv.arrays import Shadow, identify, pointers
+from pagedkv.arrays import Shadow, identify, interface
 from pagedkv.arrays.shadow import make_shadow
 
 from ..support.device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
@@ -277,14 +277,14 @@ class Driver:
 
 def test_the_driver_says_where_an_address_is(monkeypatch):
     driver = Driver({ADDRESS: 1})
-    monkeypatch.setattr(pointers, "_driver", lambda: driver)
-    assert pointers.has_several_devices()
+    monkeypatch.setattr(interface, "_driver", lambda: driver)
+    assert interface.has_several_devices()
     x = np.zeros(4, np.float32)
     assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 1
     assert metadata("x", InterfaceArray(x), 0).ordinal == 0
-    monkeypatch.setattr(pointers, "_driver", lambda: None)
+    monkeypatch.setattr(interface, "_driver", lambda: None)
     assert metadata("x", InterfaceArray(x, data=(ADDRESS, False)), 0).ordinal == 0
-    assert pointers.ordinal_of(ADDRESS) == 0
+    assert interface.ordinal_of(ADDRESS) == 0
 
 
 class _Tensor(ctypes.Structure):

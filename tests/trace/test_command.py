@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.drawing import figures
 from pagedkv.trace import command, log_normal, plot, simulate
 from pagedkv.trace.managers import Paged
 
@@ -119,7 +118,7 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys):
 
 
 def test_matplotlib_is_asked_for_first(monkeypatch, capsys):
-    monkeypatch.setattr(figures, "find_spec", lambda name: None)
+    monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: None)
     monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("it runs"))
     assert main(["trace", *SMALL, "--plot", "x.png"]) == 1
     assert capsys.readouterr().err == (
@@ -148,7 +147,7 @@ def drawn(monkeypatch):
     figure.Figure = lambda **_: Drawn(calls)
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", figure)
-    monkeypatch.setattr(figures, "find_spec", lambda name: True)
+    monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: True)
     return calls
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ...drawing.figures import require as require
 from ..report import Row
 
 GROUP = "lengths"

@@ -8,7 +8,7 @@ import torch
 
 import pagedkv
 from pagedkv import backends
-from pagedkv.arrays import identify, pointers
+from pagedkv.arrays import identify, interface
 from pagedkv.compiler.compile import CompiledKernel
 from pagedkv.cuda.plans import cache
 from pagedkv.cuda.plans import prefill as prefill_plans
@@ -351,8 +351,8 @@ def test_streams_and_devices(monkeypatch, devices):
 
 def test_interface_arrays_on_several_devices(monkeypatch, devices):
     ordinals = {}
-    monkeypatch.setattr(pointers, "has_several_devices", lambda: True)
-    monkeypatch.setattr(pointers, "ordinal_of", lambda address: ordinals.get("now", 0))
+    monkeypatch.setattr(interface, "has_several_devices", lambda: True)
+    monkeypatch.setattr(interface, "ordinal_of", lambda address: ordinals.get("now", 0))
     decode()
     ordinals["now"] = 1
     decode()
