@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from ..cpu.attention.plan import AttentionPlan
 
 # Options that are fully described by plain values; a call with another one is validated every time.
-_OPTIONS = frozenset(("scale", "window", "softcap", "alibi_slopes", "sinks", "score_mod", "causal", "exact", "check"))
+_OPTIONS = frozenset(
+    ("scale", "window", "window_right", "softcap", "alibi_slopes", "sinks", "score_mod", "causal", "exact", "check")
+)
 _PLAIN_TYPES = frozenset((bool, int, float, str, NoneType))
 
 
