@@ -1,4 +1,4 @@
-"""What a run on a GPU finds, as JSON lines: each is appended as it comes: a run that is cut off leaves all it had.
+"""JSON lines of what a run on a GPU finds, appended as they come: a run that is cut off leaves all that it had.
 
 A plugin of pytest, too (``-p tests.gpu.results``): a line for each test that has run, and why those that fail do.
 """

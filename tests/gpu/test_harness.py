@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import tarfile
 from argparse import ArgumentParser
@@ -37,6 +38,14 @@ def test_a_worker_on_which_an_error_sticks_ends_before_its_next_test(monkeypatch
         assert ended
 
 
+SOME = """
+import pytest
+def test_right(): pass
+def test_wrong(): assert not "the reason"
+def test_elsewhere(): pytest.skip()
+"""
+
+
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """Where a run leaves what it finds."""
@@ -49,6 +58,21 @@ def out(tmp_path, monkeypatch):
 def outcomes(out):
     rows = map(json.loads, (out / "results.jsonl").read_text().splitlines())
     return {row["step"]: row["outcome"] for row in rows if "step" in row}
+
+
+def test_pytest_leaves_a_line_for_each_test_that_has_run_and_each_file_that_cannot_be_imported(out, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # a worker leaves the lines to the process that started it
+    (out / "test_some.py").write_text(SOME)
+    (out / "test_none.py").write_text("import no_such_package")
+    options = "-q -c /dev/null -p no:cacheprovider -p tests.gpu.results --continue-on-collection-errors"
+    subprocess.run([sys.executable, "-m", "pytest", *options.split(), out], cwd=ROOT, stdout=subprocess.DEVNULL)
+    none, right, wrong = map(json.loads, (out / "results.jsonl").read_text().splitlines())
+    assert none["outcome"] == "not collected"
+    assert "No module named 'no_such_package'" in none["why"]
+    assert (right["outcome"], wrong["outcome"]) == ("passed", "failed")
+    assert wrong["test"].endswith("test_some.py::test_wrong")
+    assert "the reason" in wrong["why"]
 
 
 def test_each_step_has_an_end_and_leaves_what_it_had(out):
@@ -102,3 +126,11 @@ def test_steps_name_what_is_there(make):
             bench = {"decode": decode, "prefill": prefill}[step.command[step.command.index("bench") + 1]]
             bench.add_options(parser := ArgumentParser())
             parser.parse_args(step.command[step.command.index("--only") :])
+
+
+def test_the_command_leaves_three_files_and_says_what_had_no_time(tmp_path):
+    environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)}
+    command = [ROOT / ".ci" / "gpu", "first", "--dry", "--seconds", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "not ok: machine, environment\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"first.jsonl", "logs.tgz", "kernels.tgz"}
