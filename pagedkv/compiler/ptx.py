@@ -33,8 +33,10 @@ def versions() -> tuple[str | None, ...]:
             return None
 
     found = {tool: version(tool) for tool in TOOLS}
-    toolkits = (_file_of(library) for library, wheels in LIBRARIES.items() if not any(found[wheel] for wheel in wheels))
-    return sys.version, *found.values(), *toolkits
+    for library, distributions in LIBRARIES.items():
+        if not any(found[distribution] for distribution in distributions):
+            found[distributions[0]] = _file_of(library)
+    return sys.version, *found.values()
 
 
 def _file_of(library: str) -> str | None:

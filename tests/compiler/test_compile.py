@@ -23,6 +23,7 @@ from numba import cuda, float32, types
 import pagedkv
 import pagedkv.compiler.compile as compiling
 from pagedkv.compiler.compile import compile_kernel
+from pagedkv.compiler.ptx import TOOLS
 from pagedkv.cuda.driver import wants_lineinfo
 from pagedkv.cuda.plans.plan import compile_for
 from pagedkv.emulator import EmulatorDevice
@@ -223,6 +224,7 @@ def test_a_compiler_of_a_toolkit_counts_by_its_file(monkeypatch, tmp_path):
         found.write_text(content)
         keys.append(compiling.versions.__wrapped__())
     assert keys[0] != keys[1]
+    assert len(keys[0]) == 1 + len(TOOLS)
 
 
 # Each process is forked from one that has imported the compiler, which takes longer than all the rest.

@@ -87,7 +87,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_vecs = shared_address(cuda.shared.array(HEAD_DIM, float32, alignment=16))
-        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, int32)
+        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, uint32)
         logits = cuda.shared.array(0, float32, alignment=16)
         warp_idx, lane = int64(cuda.threadIdx.x // WARP_SIZE), int64(cuda.threadIdx.x % WARP_SIZE)
         seq_idx = int64(uint32(cuda.blockIdx.x) // uint32(num_heads))

@@ -56,7 +56,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
         out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks,
         num_heads, max_seq_len, window, max_num_partitions, out_seq_stride, out_head_stride,
     ):  # fmt: skip
-        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, int32)
+        red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, uint32)
         weights = cuda.shared.array(NUM_THREADS, float32)
         thread_idx = int64(cuda.threadIdx.x)
         seq_idx = int64(uint32(cuda.blockIdx.x) // uint32(num_heads))
