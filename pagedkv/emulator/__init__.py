@@ -1,4 +1,4 @@
-"""Runs PTX from numba-cuda on NumPy memory, and checks every access and every synchronisation."""
+"""The emulator runs PTX from numba-cuda on NumPy memory, and checks every access and every synchronisation."""
 
 from .device import EmulatorDevice
 from .errors import EmulatorError, SourceLine, UnsupportedInstructionError

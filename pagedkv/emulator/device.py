@@ -1,4 +1,4 @@
-"""The emulator in place of a GPU: each NumPy array is a device buffer with bounds of its own."""
+"""The emulator as a device in place of a GPU: each NumPy array is a buffer with bounds of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ptx.types import GLOBAL_BASE
 from .state.host_array import HostArray
 from .state.memory import GUARD, INITIALISED, UNALLOCATED, Buffer, extent
 from .state.stats import LaunchStats
-from .state.warp_trace import Warp, must_be_warp
+from .state.warp_trace import Warp, require_warp
 from .translation.entry import Entry, Module
 
 
@@ -72,7 +72,7 @@ class EmulatorDevice:
     max_shared_bytes : int
         Shared memory of one thread block.
     lineinfo : bool
-        True: compile kernels with line information, so that faults name Python lines.
+        Whether kernels are compiled with line information, so that faults name Python lines; it is True.
     launches : list of LaunchStats
         What each launch did.
     memory : Device
@@ -81,7 +81,7 @@ class EmulatorDevice:
     Raises
     ------
     EmulatorError
-        By `launch`: the kernel's fault, or a launch that hardware would refuse.
+        `launch` raises the kernel's fault, or refuses what hardware would refuse.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class EmulatorDevice:
         footprint: bool = False,
         trace: Warp | None = None,
     ) -> None:
-        must_be_warp(trace)
+        require_warp(trace)
         self._seed, self._race, self._global_race, self._init_check = seed, race, global_race, init_check
         self._stats, self._footprint, self._trace = stats, footprint, trace
         self.memory = _large_device()
@@ -126,9 +126,9 @@ class EmulatorDevice:
         return f"EmulatorDevice(seed={self._seed}, {checks}, {records})"
 
     def again(self, trace: Warp | None = None) -> EmulatorDevice:
-        """A device of the same settings, whose memory is empty, and whose launches are appended to `launches` here.
+        """A device with the same settings and empty memory, which appends its launches to `launches` here.
 
-        It traces the warp that is given, if one is.
+        It traces `trace` if that is given.
         """
         fresh = copy.copy(self)
         fresh.memory, fresh._arrays, fresh._scratch = _large_device(), {}, {}
@@ -147,9 +147,9 @@ class EmulatorDevice:
                     _copy_back(buffer, buffer.source)
 
     def address(self, name: str, array: np.ndarray, *, aligned: bool = False) -> int:
-        """The device address of element 0 of a NumPy array; `name` is what faults call it.
+        """The device address of element 0 of a NumPy array, which faults call `name`.
 
-        It is the array's own modulo 256; where it is to be `aligned`, a copy's that a GPU has just allocated.
+        Modulo 256 it is the array's own address, or, if `aligned`, that of a copy that a GPU has just allocated.
         """
         key = (array.__array_interface__["data"][0], array.shape, array.strides, array.dtype)
         _, buffer = self._arrays.get(key, (None, None))
@@ -168,7 +168,7 @@ class EmulatorDevice:
     def scratch(self, name: str, nbytes: int) -> int:
         """The address of a workspace of at least `nbytes` bytes, one for each name.
 
-        It is zero when allocated, and zero again when it grows. Still, a load of bytes that no kernel wrote is a
+        It is zero when it is allocated and whenever it grows. Still, a load of bytes that no kernel has written is a
         fault; only an atomic may be the first to touch them.
         """
         if nbytes < 0:
@@ -223,7 +223,7 @@ class EmulatorDevice:
             destination.reshape(-1).view(np.uint8)[:] = self.memory.space.data[where]
 
     def take(self, name: str) -> np.ndarray | None:
-        """Read a workspace's bytes and zero it; None if `scratch` has not been asked for it."""
+        """Return the bytes of a workspace, and zero them; None if `scratch` has not made it."""
         buffer = self._scratch.get(name)
         if buffer is None:
             return None
@@ -245,7 +245,7 @@ class EmulatorDevice:
 
 
 def _copy_back(buffer: Buffer, source: HostArray) -> None:
-    """Copy only bytes that differ: arrays that overlap must not undo each other's results."""
+    """Copy only bytes that differ, since arrays that overlap must not undo each other's results."""
     for number in np.flatnonzero(~source.absent).tolist():
         page = source.page(number)
         data = buffer.memory.space.data[buffer.offset + page.start : buffer.offset + page.stop]

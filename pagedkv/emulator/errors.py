@@ -13,11 +13,11 @@ class SourceLine(NamedTuple):
     Attributes
     ----------
     file : str
-        Its path.
+        The file's path.
     line : int
-        Its number, from 1.
+        The line's number, from 1.
     text : str
-        What stands there, without indentation; empty where the file is not to be read.
+        The line itself, without indentation; empty if the file cannot be read.
     """
 
     file: str

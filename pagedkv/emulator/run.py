@@ -1,4 +1,4 @@
-"""A kernel of the user's on NumPy arrays, in one call."""
+"""Run a user's kernel on NumPy arrays, in one call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .device import EmulatorDevice
 from .errors import EmulatorError
 from .machine.launch import dims
 from .state.stats import LaunchStats
-from .state.warp_trace import Warp, must_be_warp
+from .state.warp_trace import Warp, require_warp
 
 
 class _Kernel(NamedTuple):
@@ -44,17 +44,17 @@ def run(
     grid, threads : int or sequence of up to three int
         Sizes of the grid and of a thread block.
     *args : numpy.ndarray or number
-        Arrays of any strides; each is copied for itself, as to a GPU, so overlapping ones do not see each other's
+        Arrays of any strides. Each is copied by itself, as to a GPU, so arrays that overlap do not see each other's
         writes. A Python int is an int64, a float a float64; a NumPy scalar has its own type.
     shared_bytes : int
         Dynamic shared memory of a thread block, for ``cuda.shared.array(0, ...)``.
     capability : tuple of int
         Compute capability to compile for.
     device : EmulatorDevice, optional
-        What is checked and counted; by default one that looks for races on global memory, too. Its `launches` get the
-        result.
+        A device with other checks and counts. By default one that looks for races on global memory, too. Its
+        `launches` get the result.
     trace : Warp, optional
-        Record each instruction of this warp: the `trace` of the result, or of the fault.
+        Record each instruction of this warp, as the `trace` of the result or of the fault.
 
     Returns
     -------
@@ -63,17 +63,17 @@ def run(
     Raises
     ------
     EmulatorError
-        Hardware would refuse the launch, or it does not have the warp to trace; or, as a subclass, the kernel's fault,
-        which names its Python line.
+        Hardware would refuse the launch, or it does not have the warp to trace. The kernel's fault is a subclass,
+        which names the Python line.
     TypeError
-        There are too few arguments or too many, one is no array and no number, `device` is no EmulatorDevice, or
-        `trace` no Warp.
+        There are too few arguments or too many, one is neither an array nor a number, `device` is no EmulatorDevice, or
+        `trace` is no Warp.
     BackendUnavailableError
         numba-cuda is not installed.
 
     Notes
     -----
-    Where numba cannot compile the kernel, its own exception comes as it is.
+    If numba cannot compile the kernel, its own exception is raised.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def run(
     """
     if device is not None and not isinstance(device, EmulatorDevice):
         raise TypeError(f"device must be an EmulatorDevice, such as EmulatorDevice(seed=1), or None, got {device!r}")
-    must_be_warp(trace)
+    require_warp(trace)
     if trace is not None and not trace.is_in(dims(grid, "grid"), dims(threads, "threads")):
         raise EmulatorError(f"a grid of {grid} thread blocks of {threads} threads does not have {trace}")
     from ..compiler.own_kernels import compile_own  # needs numba-cuda, and nothing else here does
@@ -107,7 +107,7 @@ def run(
                 values.append(arg)
                 continue
             # The parameters of one array argument of numba-cuda: no owner, its size, and where its elements are.
-            # Aligned as numba's own copies on a GPU are: where NumPy puts arrays would change what is counted.
+            # They are aligned like numba's own copies on a GPU, since counts would depend on where NumPy puts arrays.
             values += [0, 0, arg.size, arg.itemsize, fresh.address(name, arg, aligned=True), *arg.shape, *arg.strides]
         fresh.launch(_Kernel(own.name, "", own.ptx, threads), grid, values, shared_bytes)
     return fresh.launches[-1]

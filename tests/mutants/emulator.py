@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "emulator: syncwarps meet only at the same instruction",
-        "            blocks[-1].sync, blocks[-1].apart = kind, barrier\n",
+        "            blocks[-1].sync, blocks[-1].at_any_barrier = kind, barrier\n",
         "            blocks[-1].sync = kind\n",
         "tests/emulator/machine/test_warp.py::test_a_full_sync_in_both_branches",
     ),

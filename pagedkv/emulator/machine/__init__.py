@@ -1,1 +1,1 @@
-"""Runs translated kernels: the operations that their code calls, barriers, scheduling, launches."""
+"""What runs translated kernels: the operations that their code calls, barriers, scheduling, launches."""

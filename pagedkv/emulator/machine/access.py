@@ -1,4 +1,4 @@
-"""Loads, stores and atomics of one batch: address checks, and movement of data."""
+"""Loads, stores and atomics of one batch: checks of addresses, and movement of data."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Access:
             self._fault(f"misaligned ({size}-byte)", name, op, off, idx, (off & (size - 1)) != 0)
         init_check = self.init_check if init_check is None else init_check
         is_global = space is self.memory.space
-        if is_global and not (load and init_check):  # or nothing would tell that these bytes are still on the host
+        if is_global and not (load and init_check):  # otherwise nothing fetches these bytes from the host
             self.memory.fetch(off, size)
         while not space.verify(off, size, load, init_check):
             if is_global and self.memory.fetch(off, size):
@@ -110,7 +110,7 @@ class Access:
         return address.view(np.int64) if address.dtype.itemsize == 8 else address.astype(np.int64)
 
     def _lanes(self, op: MemOp, address: np.ndarray, m: Mask) -> tuple[np.ndarray, np.ndarray | None]:
-        """Addresses and numbers of the active lanes; atomics are done in this order."""
+        """The addresses and numbers of the active lanes, in the order of atomics."""
         if op.kind == "atomic" and self.rng is not None:
             idx = self.rng.permutation(self.frame.lanes if m is None else np.flatnonzero(m))
         elif m is None:
@@ -120,7 +120,7 @@ class Access:
         return address[idx], idx
 
     def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
-        """Byte offsets and lanes of an access, checked and counted; offsets are None if no lane is active."""
+        """Check and count an access, and return its byte offsets and lanes; offsets are None if no lane is active."""
         a, idx = self._lanes(op, address, m)
         if not len(a):
             return None, idx
@@ -210,7 +210,7 @@ class Access:
                 self.frame.fail(RaceFault, what, op.ins, lane, *self.frame.describe(name, int(off[j]), lane))
 
     def _strong(self, op: MemOp, space: str, where: Offsets, wrote: np.ndarray | None = None) -> None:
-        """Acquire and release at a strong access; `wrote` says which lanes stored, None that all did."""
+        """Acquire and release at a strong access; `wrote` says which lanes have stored, None that all have."""
         off, idx = where
         if self.order is not None and off is not None:
             self.order.strong(op, space, off, idx, wrote)
@@ -299,7 +299,7 @@ class Access:
     def _atomic(
         self, op: MemOp, what: str, data: np.ndarray, where: Offsets, dst: np.ndarray | None, registers: Any
     ) -> np.ndarray | None:
-        """Which lanes stored a value; None if all did."""
+        """Do an atomic, and return which lanes have stored a value; None if all have."""
         off, idx = where
         if off is None:
             return None
@@ -312,7 +312,7 @@ class Access:
             ufunc = _UFUNC.get(what) or {"min": np.fmin, "max": np.fmax}[what]
             ufunc.at(data, element, values[0])
             return None
-        else:  # lanes share a location and want its old values: one after the other
+        else:  # lanes share a location and need its old values, so they take turns
             old = np.empty(len(element), data.dtype)
             for j in range(len(element)):
                 old[j] = data[element[j]]
@@ -323,26 +323,26 @@ class Access:
 
 
 class TracedAccess(Access):
-    """Memory operations that a tracer looks at."""
+    """Memory operations that report to a tracer."""
 
     def __init__(self, tracer: Tracer, *args: Any) -> None:
         super().__init__(*args)
         self._tracer = tracer
 
     def global_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
-        """As of Access."""
+        """See Access."""
         where = super().global_offsets(op, address, m, load, store)
         self._tracer.access(op, "global", where)
         return where
 
     def shared_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool, store: bool) -> Offsets:
-        """As of Access."""
+        """See Access."""
         where = super().shared_offsets(op, address, m, load, store)
         self._tracer.access(op, "shared", where)
         return where
 
     def local_offsets(self, op: MemOp, address: np.ndarray, m: Mask, load: bool) -> Offsets:
-        """As of Access."""
+        """See Access."""
         where = super().local_offsets(op, address, m, load)
         self._tracer.access(op, "local", where)
         return where

@@ -1,8 +1,8 @@
 """cp.async: a copy becomes visible when the thread that issued it waits for its group.
 
-Until then it may read its source at any time, as it is no part of the thread's program order (PTX ISA, "Asynchronous
-Operations"): it counts as a read when it is issued and as one when it is waited for, and in between nothing may store
-there.
+Until then it may read its source at any time, since it is no part of the thread's program order (PTX ISA,
+"Asynchronous Operations"). It counts as a read when it is issued, and again when the thread waits for it; nothing may
+store there in between.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .copies import Copies
 
 
 class AsyncCopies:
-    """Unfinished copies: their destination bytes are PENDING, and any access to them is a fault.
+    """Unfinished copies: their destination bytes are PENDING, and any access to these is a fault.
 
-    They stand in `Access.copies`, as any store to their source bytes is a fault, too.
+    They are in `Access.copies`, since any store to their source bytes is a fault, too.
     """
 
     def __init__(self, frame: Frame, access: Access) -> None:
@@ -82,7 +82,7 @@ class AsyncCopies:
         self.open_group[slice(None) if m is None else m] += 1
 
     def wait(self, m: Mask, keep: int | None) -> None:
-        """Complete all but the last `keep` groups of each lane; with None everything, committed or not."""
+        """Complete all but the last `keep` groups of each lane; with None all copies, committed or not."""
         f, acc = self.frame, self.access
         remaining = []
         for copies in acc.copies:

@@ -1,4 +1,4 @@
-"""Barriers of thread blocks: bar.sync, bar.arrive and bar.red, named and counted, and the faults of misuse."""
+"""Barriers of thread blocks: bar.sync, bar.arrive and bar.red, with names and counts, and faults for their misuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..state.order import Arrival, Order
 
 @dataclass(eq=False)
 class Reduction:
-    """A bar.red, which gives every thread the count, conjunction or disjunction of the threads' predicates."""
+    """A bar.red, which gives every thread the count, conjunction or disjunction of all predicates."""
 
     what: str
     dest: np.ndarray
@@ -44,7 +44,7 @@ class Barrier:
 
 @dataclass
 class _Arrivals:
-    """The bar.arrives at one barrier so far, and what their threads knew."""
+    """The bar.arrives at one barrier so far, and what their threads knew of others."""
 
     threads: int = 0
     count: int = 0
@@ -53,7 +53,7 @@ class _Arrivals:
 
 
 class Barriers:
-    """The threads of a batch that wait at barriers; in the scheduler's `pc` they are one block on already."""
+    """The threads of a batch that wait at barriers; in the scheduler's `pc` they stand one block further already."""
 
     def __init__(self, frame: Frame, order: Order | None, pc: np.ndarray, blocks: list[Block]) -> None:
         self.frame, self.order, self.pc, self.blocks = frame, order, pc, blocks
@@ -99,7 +99,7 @@ class Barriers:
                 self._open_cta(cta)
 
     def release(self) -> None:
-        """Nothing can run: open every complete barrier, or report the deadlock."""
+        """Open every complete barrier when nothing else can run, or report the deadlock."""
         opened = [self._open_cta(cta) for cta in np.unique(self.frame.cta_slot[self.waiting]).tolist()]
         if not any(opened):
             self._deadlock()
@@ -168,7 +168,7 @@ class Barriers:
             f.fail(SyncFault, what, self._instruction(lane), lane)
         met = np.unique(np.concatenate([lanes, *state.lanes]))
         each, counts = np.unique(f.warp_in_cta[met], return_counts=True)
-        # The order of accesses is kept by warp.
+        # The order of accesses is known by warp.
         if (counts < np.minimum(WARP_SIZE, f.num_threads - WARP_SIZE * each)).any():
             lane = int(lanes[0])
             what = "barrier completed by part of a warp: all of its threads have to reach it"

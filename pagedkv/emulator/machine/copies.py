@@ -1,4 +1,4 @@
-"""Copies that a cp.async has started: what they read and where they store."""
+"""The copies that a cp.async has started: what they read, and where they store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Copies:
     data : ndarray of uint8
         What they store, shape (copies, bytes).
     group : ndarray of int64
-        Of each copy, counted by its thread.
+        The group of each copy, counted by its thread.
     """
 
     load: MemOp
@@ -39,7 +39,7 @@ class Copies:
     group: np.ndarray
 
     def where(self, chosen: np.ndarray) -> Copies:
-        """Some of them."""
+        """The copies that an index picks."""
         columns = (self.lanes, self.offsets, self.sources, self.amounts, self.data, self.group)
         return Copies(self.load, self.store, *(column[chosen] for column in columns))
 

@@ -1,4 +1,4 @@
-"""A device that runs kernels: checks a launch, and runs its thread blocks in batches."""
+"""A device that runs kernels: it checks a launch, and runs its thread blocks in batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..state.memory import Buffer, Memory
 from ..state.order import Order
 from ..state.races import GlobalRaces, SharedRaces
 from ..state.stats import LaunchStats, StatsRecorder
-from ..state.warp_trace import Warp, must_be_warp
+from ..state.warp_trace import Warp, require_warp
 from ..translation.entry import Entry
 from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
@@ -36,7 +36,7 @@ Dims = tuple[int, int, int]
 
 
 def dims(sizes: int | Sequence[int], what: str) -> Dims:
-    """Three positive sizes from one to three."""
+    """Complete one to three positive sizes to three."""
     try:
         given = tuple(map(index, sizes if isinstance(sizes, Iterable) else (sizes,)))
     except TypeError:
@@ -82,7 +82,7 @@ def _parameter(param: Param, value: Any) -> bytes:
 
 
 def _granule(scope: Scope, space: str) -> int:
-    """The kernel's smallest access to a space, which is the resolution of race detection."""
+    """Bytes of the kernel's smallest access to a space, the resolution of race detection."""
     ops = (op for op in scope.objects.values() if isinstance(op, MemOp) and op.space in (space, "generic"))
     return min([4, *(op.element for op in ops)])
 
@@ -175,12 +175,12 @@ class Device(Memory):
         Raises
         ------
         EmulatorError
-            Hardware would refuse the launch; or, as a subclass, the kernel's fault.
+            Hardware would refuse the launch. The kernel's fault is a subclass.
         """
         sizes, threads = dims(grid, "grid"), dims(num_threads, "num_threads")
         shared_bytes = _at_least(0, shared_bytes, "shared_bytes")
         batch_threads = _at_least(1, batch_threads, "batch_threads")
-        must_be_warp(trace)
+        require_warp(trace)
         if step_limit is not None:
             step_limit = _at_least(1, step_limit, "step_limit")
         self._check(entry, sizes, threads, args, shared_bytes, max_shared_bytes)

@@ -37,7 +37,7 @@ def _fragments(k: int, per: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> np.ndarray:
-    """The registers' values in float64, shape (registers, warps, 32, elements of a register)."""
+    """The values of registers in float64, shape (registers, warps, 32, elements of a register)."""
     bits = np.stack([register[rows] for register in registers])
     if kind in ("f16", "bf16"):
         values = load_narrow(bits.view(np.uint16), kind)
@@ -51,7 +51,7 @@ def elements(registers: Sequence[np.ndarray], rows: np.ndarray, kind: str) -> np
 
 
 def whole_warps(f: Frame, ins: Instruction, m: Mask) -> np.ndarray:
-    """Lane numbers of the active warps, shape (warps, 32); a fault if one is not whole."""
+    """The lane numbers of the active warps, shape (warps, 32); it is a fault if one is not whole."""
     if m is None and f.whole_warps:
         return f.lanes.reshape(-1, 32)
     active = np.ones(f.num_lanes, np.bool_) if m is None else m
@@ -82,7 +82,7 @@ class MatrixOps:
         c: Sequence[np.ndarray],
         m: Mask,
     ) -> np.ndarray:
-        """d = a @ b + c for m16n8k{k}, summed in float64 and rounded once to the accumulator's type."""
+        """Compute d = a @ b + c of m16n8k{k}, summed in float64 and rounded once to the accumulator's type."""
         rows = whole_warps(self.frame, ins, m)
         num_warps = len(rows)
         in_a, in_b = elements(a, rows, kind), elements(b, rows, kind)

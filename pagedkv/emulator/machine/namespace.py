@@ -1,4 +1,4 @@
-"""Everything that generated code calls, by the names it uses."""
+"""All that generated code calls, by the names that it uses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WARPGROUP = "wgmma wgmma_fence wgmma_commit wgmma_wait proxy_fence misuse"
 
 
 def _blend(dst: np.ndarray, mask: np.ndarray, value: Any) -> None:
-    """dst[mask] = value[mask]; putmask is several times faster than where=."""
+    """Store dst[mask] = value[mask]; putmask is several times faster than where=."""
     if value.dtype == dst.dtype:
         np.putmask(dst, mask, value)
     else:
@@ -60,7 +60,7 @@ def operations(
     order: Order | None,
     params: dict[str, bytes],
 ) -> dict[str, Any]:
-    """What the code calls that works on the memory and the lanes of one batch."""
+    """The calls of generated code that work on the memory and the lanes of one batch."""
     copies = AsyncCopies(frame, access)
     ns: dict[str, Any] = {}
     for space in ("global", "shared", "local", "generic"):
@@ -70,7 +70,7 @@ def operations(
     for names, ops in ((_WARP, WarpOps(frame)), (_MATRIX, MatrixOps(frame, access)), (_WARPGROUP, warpgroups)):
         ns.update((name, getattr(ops, name)) for name in names.split() if ops is not None)
     if warpgroups is None:
-        ns["proxy_fence"] = lambda m: None  # nothing uses the asynchronous proxy
+        ns["proxy_fence"] = lambda m: None  # for then nothing uses the asynchronous proxy
 
     def param(name: str, off: int, view: str) -> Any:
         return np.frombuffer(params[name], dtype_of(view), 1, off)[0]

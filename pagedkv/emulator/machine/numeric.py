@@ -27,7 +27,7 @@ def mulhi(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def idiv(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Truncating division; by zero, which PTX leaves undefined, it gives all ones."""
+    """Truncating division; division by zero, which PTX leaves undefined, gives all ones."""
     zero = b == 0
     d = np.where(zero, b.dtype.type(1), b)
     if a.dtype.kind == "u":
@@ -169,7 +169,7 @@ def flush(x: np.ndarray) -> np.ndarray:
 
 
 def flushed(x: np.ndarray) -> np.ndarray:
-    """As `flush`, but leaves x alone: copies it if there is a subnormal."""
+    """As `flush`, but not in place: it copies x if there is a subnormal."""
     t = np.bitwise_and(x.view(U32), U32(0x7FFFFFFF))
     np.subtract(t, U32(1), t)
     sub = np.less(t, U32(0x7FFFFF))
@@ -189,7 +189,7 @@ def bf16_bits(x: np.ndarray, mode: str = "rn") -> np.ndarray:
     """Round float32 or float64 to the bits of bfloat16."""
     if x.dtype != np.float32:
         f = x.astype(np.float32)
-        odd = f.astype(np.float64) != x  # round to odd first: two roundings to nearest could err
+        odd = f.astype(np.float64) != x  # round to odd first, since two roundings to nearest could go wrong
         u = f.view(U32) - ((np.abs(f) > np.abs(x)) & odd).astype(U32)
         u = np.where(odd & np.isfinite(f), u | U32(1), u)
     else:

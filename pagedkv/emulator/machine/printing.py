@@ -1,4 +1,4 @@
-"""vprintf: what a kernel prints, in the format of CUDA's printf, each call after its thread block and thread."""
+"""vprintf: what a kernel prints in the format of CUDA's printf, after the thread block and the thread of each call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PIECE = 256
 
 
 def argument_views(form: str) -> list[str]:
-    """The views of the arguments that a format consumes, in their order; "str" for the address of a string."""
+    """The views of the arguments that a format takes, in their order; "str" for the address of a string."""
     views = []
     for _, width, precision, length, kind in _CONVERSION.findall(form):
         views += ["s32"] * ((width == "*") + (precision == ".*"))
@@ -65,7 +65,7 @@ def formatted(form: str, values: Iterator[Any]) -> str:
 
 
 def _narrow(value: int, length: str, kind: str) -> int:
-    """What is left of an int that is printed as a char or a short."""
+    """An int as a char or a short, which a format asks for."""
     if length not in ("hh", "h"):
         return value
     bits = 8 if length == "hh" else 16
@@ -93,13 +93,13 @@ def _integer(flags: str, width: int, precision: str, kind: str, value: int) -> s
 
 
 class Printer:
-    """The vprintf of one batch; its arguments stand at their natural alignment in a buffer of each thread."""
+    """The vprintf of one batch. Each thread has its arguments in a buffer, at their natural alignment."""
 
     def __init__(self, access: Access) -> None:
         self._access, self._frame = access, access.frame
 
     def vprintf(self, ins: Instruction, form: np.ndarray, buffer: np.ndarray, m: Mask) -> np.ndarray:
-        """Print for each lane, in their order; the number of arguments that each one has printed."""
+        """Print for each lane, in their order, and return the number of arguments that each has printed."""
         f = self._frame
         counts = np.zeros(f.num_lanes, np.uint32)
         lanes = f.lanes if m is None else np.flatnonzero(m)

@@ -1,4 +1,4 @@
-"""Schedules the basic blocks of a batch, through divergence and reconvergence.
+"""The schedule of a batch's basic blocks, through divergence and reconvergence.
 
 Every lane has a block number. The lowest runnable block executes for all lanes at it, so lanes reconverge in layout
 order. With a seed, random subsets of warps run ahead until they block.
@@ -29,7 +29,7 @@ BlockCode = Callable[[Mask], None]
 
 @dataclass(eq=False)
 class _End:
-    """How a block ends, and which lanes it waits for before it begins."""
+    """How a block ends, and for which lanes it waits before it begins."""
 
     kind: str  # fall, bra, cbra, ret, trap, bar
     target: int
@@ -47,7 +47,7 @@ class _End:
 
 
 class Scheduler:
-    """Runs those batches of a launch that have the same number of lanes."""
+    """Runs the batches of a launch that have the same number of lanes."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class Scheduler:
         return code
 
     def _masked_code(self, i: int, lanes: int) -> BlockCode:
-        """The variant of block i for `lanes` active lanes, given where the other lanes are."""
+        """The variant of block i for `lanes` active lanes, which depends on where the other lanes are."""
         occupied = self._counts[:-1] > 0
-        occupied[i] = self._counts[i] != lanes  # lanes held back at this block need their registers too
+        occupied[i] = self._counts[i] != lanes  # lanes that are held back at this block need their registers, too
         key = (i, occupied.tobytes())
         code = self._masked_codes.get(key)
         if code is None:
@@ -178,7 +178,7 @@ class Scheduler:
             cur, m = chosen
 
     def _uniform_successor(self, end: _End, cur: int) -> int | None:
-        """The next block if the whole batch goes there, else None."""
+        """The next block if the whole batch goes to it, else None."""
         if end.kind == "fall":
             return cur + 1
         if end.kind in ("bra", "ret"):
@@ -232,7 +232,7 @@ class Scheduler:
                         if not m.any():
                             continue
                 return block, (None if self._counts[block] == self.frame.num_lanes and m.all() else m)
-            if self.rng is not None and self._someone_else_runs():
+            if self.rng is not None and self._let_other_warps_run():
                 continue
             if self._counts[self.exit] == self.frame.num_lanes:
                 return None
@@ -250,8 +250,8 @@ class Scheduler:
             self._chosen, keep = pick[self.frame.warp], True
         return np.where(self._chosen, key, np.int32(self.exit))
 
-    def _someone_else_runs(self) -> bool:
-        """The subset is stuck: try once with all warps before giving up."""
+    def _let_other_warps_run(self) -> bool:
+        """Let all warps run if the random subset is stuck, and return whether that adds any."""
         if self._chosen is not None and not self._chosen.all():
             self._chosen = np.ones(self.frame.num_lanes, np.bool_)
             return True
@@ -259,7 +259,7 @@ class Scheduler:
         return False
 
     def _arrived(self, lanes: np.ndarray) -> np.ndarray:
-        """For each warp, the bit mask of its lanes in `lanes`."""
+        """The lanes of each warp that are in `lanes`, as bit masks."""
         f = self.frame
         masks = np.zeros(f.num_warps, np.uint32)
         np.bitwise_or.at(masks, f.warp[lanes], np.left_shift(np.uint32(1), f.lane[lanes].astype(np.uint32)))
@@ -268,9 +268,9 @@ class Scheduler:
     def _not_converged(self, block: int, m: np.ndarray) -> np.ndarray | None:
         """The lanes of `m` whose warp operation still waits for members; None if there are none."""
         f, member = self.frame, self._ends[block].member
-        passed = self._warp_barriers.passed if self.blocks[block].apart else None
+        passed = self._warp_barriers.passed if self.blocks[block].at_any_barrier else None
         if passed is not None and passed.any() and (m & passed).any():
-            held = m & ~passed  # these have come to it since
+            held = m & ~passed  # these have arrived since
             return held if held.any() else None
         if f.whole_warps and member is None:
             w = m.view(np.uint64).reshape(-1, 4)
@@ -291,16 +291,16 @@ class Scheduler:
                 ins = self.blocks[block].instructions[0]
                 f.fail(SyncFault, "warp operation names lanes that have exited", ins, int(missing.argmax()))
         if passed is not None:
-            self._meet_apart()
+            self._open_warp_barriers()
             bad &= ~passed
         return bad if bad.any() else None
 
-    def _meet_apart(self) -> None:
-        """Open each bar.warp.sync whose members have all come to one, here or at other blocks."""
+    def _open_warp_barriers(self) -> None:
+        """Open each bar.warp.sync whose members have all arrived at one, at this block or at others."""
         here = self._barriers.waiting | self._warp_barriers.passed
         waiting, need = np.zeros(self.frame.num_lanes, np.bool_), self.frame.exists.copy()
         for i in np.flatnonzero(self._counts[:-1]).tolist():
-            if self.blocks[i].apart:
+            if self.blocks[i].at_any_barrier:
                 at = (self._pc == i) & ~here
                 waiting |= at
                 if (member := self._ends[i].member) is not None:

@@ -1,4 +1,4 @@
-"""Records the steps of one warp, while the code that `Translation` writes for a trace runs."""
+"""Record the steps of one warp while the code of a traced kernel runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tracer:
         self._sources: dict[int, tuple[SourceLine, ...]] = {}
 
     def watch(self, frame: Frame) -> dict[str, Callable[..., None]]:
-        """What the code of a batch calls."""
+        """Watch a batch, and return the functions that its code calls."""
         x, y, z = self.out.warp.coordinates
         cta = x + frame.grid[0] * (y + frame.grid[1] * z)
         mine = np.flatnonzero((frame.cta == cta) & (frame.warp_in_cta == self.out.warp.warp))
@@ -41,7 +41,7 @@ class Tracer:
         return {"begin_step": self.begin_step, "end_step": self.end_step}
 
     def begin_step(self, ins: Instruction, m: Mask, mask: Mask) -> None:
-        """An instruction of a block that lanes `m` are at, and that those in `mask` run."""
+        """Begin an instruction of a block at which the lanes `m` are, and which those in `mask` run."""
         rows, self._step = self._rows, None
         if rows is None or (m is not None and not m[rows].any()):
             return
@@ -55,7 +55,7 @@ class Tracer:
         self.out.steps.append(self._step)
 
     def end_step(self, names: Sequence[str], registers: Sequence[np.ndarray]) -> None:
-        """It is done, and wrote these registers."""
+        """End an instruction, which has written these registers."""
         if self._step is not None:
             self._step.registers.update(
                 (name, register[self._rows].copy()) for name, register in zip(names, registers, strict=True)
@@ -63,7 +63,7 @@ class Tracer:
             self._step = None
 
     def access(self, op: MemOp, space: str, where: tuple[np.ndarray | None, np.ndarray | None]) -> None:
-        """The bytes of an access that the checks let through."""
+        """Record the bytes of an access that the checks have passed."""
         off, idx = where
         if self._step is None or off is None:
             return
@@ -84,7 +84,7 @@ class Tracer:
     def _arrays(
         self, frame: Frame, space: str, off: np.ndarray, lanes: np.ndarray
     ) -> tuple[list[str], np.ndarray, list[int]]:
-        """For each offset the array it lies in, the offset of that array's lowest byte, and its address modulo 128."""
+        """The array in which each offset lies, the offset of the array's lowest byte, and its address modulo 128."""
         if space == "global":
             at = [self._memory.buffers[i] for i in self._memory.buffer_index(off).tolist()]
             firsts = np.array([buffer.offset for buffer in at], np.int64)
@@ -94,7 +94,7 @@ class Tracer:
         base, layout = frame.shared_base[lanes], frame.layout
         spans = [(layout.offsets[name], name) for name in layout.sizes]
         spans.append((layout.dynamic_offset, DYNAMIC))
-        names = dict(reversed(spans))  # an empty dynamic part begins where nothing does
+        names = dict(reversed(spans))  # an empty dynamic part begins where no array does
         starts = np.array(sorted(names))
         found = starts[np.searchsorted(starts, off - base, side="right") - 1]
         return [names[start] for start in found.tolist()], base + found, (found % 128).tolist()

@@ -22,7 +22,7 @@ _REDUCTIONS = {
 
 
 def require_member(frame: Frame, ins: Instruction, members: np.ndarray, m: Mask) -> None:
-    """Fail where a lane runs an instruction whose member mask leaves it out: what comes of it is undefined."""
+    """Fault if a lane runs an instruction whose member mask leaves it out, which gives undefined results."""
     absent = (members >> frame.lane.astype(U32) & U32(1)) == 0
     absent = absent if m is None else absent & m
     if absent.any():
@@ -32,7 +32,7 @@ def require_member(frame: Frame, ins: Instruction, members: np.ndarray, m: Mask)
 
 
 class _Route(NamedTuple):
-    """Where each lane of a shuffle reads, whether that is in range, and whether both lanes are members."""
+    """From where each lane of a shuffle reads, whether that is in range, and whether both lanes are members."""
 
     source: np.ndarray  # lane of the warp
     in_range: np.ndarray
@@ -50,11 +50,11 @@ class WarpOps:
         self._routes: dict[Instruction, _Route] = {}
 
     def member(self, ins: Instruction, members: np.ndarray, m: Mask) -> None:
-        """Before an operation that may name other lanes than the whole warp."""
+        """Check the member mask of an operation that may leave out lanes of the warp."""
         require_member(self.frame, ins, members, m)
 
     def _ballot(self, p: np.ndarray) -> np.ndarray:
-        """For each lane, the lanes of its warp where `p` holds."""
+        """The lanes of each lane's warp where `p` holds, as bit masks."""
         f = self.frame
         if f.whole_warps:
             return np.repeat(np.packbits(p.reshape(-1, 32), axis=1, bitorder="little").view(U32).reshape(-1), 32)
@@ -85,7 +85,7 @@ class WarpOps:
         mask: np.ndarray,
         m: Mask,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """shfl.sync; `fixed` if b, c and mask are constants, whose route is kept."""
+        """shfl.sync; with `fixed`, b, c and mask are constants, and the route is kept."""
         f = self.frame
         route = self._routes.get(ins) if fixed else None
         if route is None:

@@ -1,4 +1,4 @@
-"""bar.warp.sync: lanes of a warp that name each other wait for each other, at whatever instruction each of them is."""
+"""bar.warp.sync: lanes of a warp that name each other wait for each other, whichever instructions they are at."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WarpBarriers:
     Attributes
     ----------
     passed : ndarray of bool
-        Lanes whose barrier has opened for them where they stand, though they have not gone on yet.
+        Lanes whose barrier has opened, but which have not gone on yet.
     """
 
     def __init__(self, frame: Frame, order: Order | None) -> None:
@@ -24,7 +24,7 @@ class WarpBarriers:
         self.passed = np.zeros(frame.num_lanes, np.bool_)
 
     def sync(self, ins: Instruction, members: np.ndarray | None, m: Mask) -> None:
-        """Lanes run a bar.warp.sync; `members` are the lanes that each of them names, None for its whole warp."""
+        """Run a bar.warp.sync of lanes; `members` are the lanes that each of them names, None for the whole warp."""
         f = self.frame
         if members is not None:
             require_member(f, ins, members, m)

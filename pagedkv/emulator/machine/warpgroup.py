@@ -1,8 +1,8 @@
-"""wgmma: products of a warpgroup, four warps, that run beside it until it waits for them.
+"""wgmma: products of a warpgroup (four warps), which run beside it until it waits for them.
 
-A product is computed when its warp comes to it; what may not be touched meanwhile is checked. Warp w of a warpgroup has
-rows 16 w to 16 w + 15, in the fragments of mma. The layouts that descriptors name are those of the PTX ISA,
-"Asynchronous Warpgroup Level Matrix Shared Memory Layout", with a swizzle of 128 bytes:
+A product is computed when its warp comes to it; the checks know what must not be touched meanwhile. Warp w of a
+warpgroup has rows 16 w to 16 w + 15, in the fragments of mma. The layouts that descriptors name are those of the
+PTX ISA, "Asynchronous Warpgroup Level Matrix Shared Memory Layout", with a swizzle of 128 bytes:
 
     K-major     8 rows of 128 bytes, of which a product takes 32; the next 8 rows SBO further on
     MN-major    8 rows (of k) of 128 bytes, which are 64 elements along M or N; the next 64 LBO, the next 8 rows SBO on
@@ -50,12 +50,12 @@ class WarpgroupOps:
 
     # -- what the code calls
     def proxy_fence(self, m: Mask) -> None:
-        """What these threads know to be written is there for the asynchronous proxy."""
+        """Make what these threads know to be written visible to the asynchronous proxy."""
         if self._proxies is not None:
             self._proxies.fence(m)
 
     def wgmma_fence(self, ins: Instruction, m: Mask) -> None:
-        """Registers are ordered by ptx/wgmma.py; here warps only meet."""
+        """Let warps meet; ptx/wgmma.py checks the order of registers."""
         self._meet(ins, whole_warps(self.frame, ins, m), {})
 
     def wgmma_commit(self, ins: Instruction, m: Mask) -> None:
@@ -83,7 +83,7 @@ class WarpgroupOps:
         adds: np.ndarray,
         m: Mask,
     ) -> np.ndarray:
-        """d = a @ b, or d + a @ b where a lane `adds`; summed in float64 and rounded once to float32."""
+        """Compute d = a @ b, or d + a @ b if a lane `adds`, summed in float64 and rounded once to float32."""
         f = self.frame
         rows = whole_warps(f, op.ins, m)
         descriptors = {"B": b} if len(a) > 1 else {"A": a[0], "B": b}
@@ -116,19 +116,19 @@ class WarpgroupOps:
         return result
 
     def misuse(self, ins: Instruction, what: str, m: Mask) -> None:
-        """Lanes run an instruction that misuses registers."""
+        """Fault: lanes run an instruction that misuses registers."""
         if m is None or m.any():
             self.frame.fail(RaceFault, what, ins, 0 if m is None else int(m.argmax()))
 
     def finish(self) -> None:
-        """The batch is done: fault if part of a warpgroup has done more than the rest."""
+        """End the batch, with a fault if some warps of a warpgroup have done more than the others."""
         for ins, _, lane, warps in self._first.values():
             what = f"run by {len(warps)} of the 4 warps of a warpgroup: all 128 threads have to"
             self.frame.fail(SyncFault, f"{'.'.join(ins.parts[:2])} {what}", ins, lane)
 
     # -- warpgroups
     def _meet(self, ins: Instruction, rows: np.ndarray, values: dict[str, np.ndarray]) -> None:
-        """Warps come to an instruction; fault unless their warpgroups do, with the same descriptors."""
+        """Let warps come to an instruction; fault unless their whole warpgroups do, with the same descriptors."""
         f = self.frame
         if f.num_threads % (WARPS * WARP_SIZE):
             what = f"wgmma needs whole warpgroups of 128 threads, the thread block has {f.num_threads}"
@@ -162,7 +162,7 @@ class WarpgroupOps:
     def _chunks(
         self, op: MemOp, name: str, descriptors: np.ndarray, lanes: np.ndarray, skipped: np.ndarray, rows: int, mn: bool
     ) -> np.ndarray:
-        """Offsets of the chunks that descriptors name, shape (warps, rows, 2), or (warps, 16, rows / 8) if MN-major.
+        """The offsets of chunks that descriptors name, shape (warps, rows, 2), or (warps, 16, rows / 8) if MN-major.
 
         `skipped` rows come before those.
         """
@@ -183,7 +183,7 @@ class WarpgroupOps:
     def _fields(
         self, ins: Instruction, name: str, descriptor: int, lane: int, rows: int, mn: bool
     ) -> tuple[int, int, int]:
-        """Start, LBO and SBO in bytes."""
+        """Start, LBO and SBO of descriptors, in bytes."""
         if descriptor >> 62 != _SWIZZLE_128:
             raise UnsupportedInstructionError(
                 f"the emulator models swizzles of 128 bytes, the descriptor of {name} ({descriptor:#x}) has another; "
@@ -213,7 +213,7 @@ class WarpgroupOps:
         return np.swapaxes(values, 1, 2) if mn else values
 
     def _begin(self, op: MemOp, rows: np.ndarray, offsets: np.ndarray) -> None:
-        """Warps begin to read chunks."""
+        """Note that warps begin to read chunks."""
         warps = self.frame.warp[rows[:, 0]]
         lanes = rows[:, np.arange(offsets.shape[1]) % WARP_SIZE]
         operands = Operands(op, warps, self._open_group[warps], offsets, lanes)

@@ -15,7 +15,7 @@ class Instruction:
     Attributes
     ----------
     op, parts : str and list of str
-        The opcode, and the same split at its dots.
+        The opcode, whole and split at its dots.
     operands : list of str
     pred, negated : str or None, and bool
         The guard predicate, and whether the guard is its negation.
@@ -49,7 +49,7 @@ class Instruction:
         return new
 
     def replaced(self, op: str, operands: list[str], pred: str | None = None, negated: bool = False) -> Instruction:
-        """Another instruction that reports this one's line and text."""
+        """Another instruction in place of this one, with its line and text."""
         new = object.__new__(Instruction)
         new.op, new.parts, new.operands, new.pred, new.negated = op, op.split("."), operands, pred, negated
         new.text, new.line = self.text, self.line
@@ -79,5 +79,5 @@ def split_operands(s: str) -> list[str]:
 
 
 def split_group(operand: str) -> list[str]:
-    """The elements of an operand "{a, b}"; of any other, itself."""
+    """The elements of an operand "{a, b}"; any other operand is its only element."""
     return [x.strip() for x in operand[1:-1].split(",")] if operand.startswith("{") else [operand]

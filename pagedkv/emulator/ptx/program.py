@@ -1,4 +1,4 @@
-"""A kernel as basic blocks: its calls inlined, its shared and local memory laid out."""
+"""A kernel as basic blocks, with its calls inlined, and its shared and local memory laid out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLOT = re.compile(r"\[\s*([\w$@]+)\s*(?:\+\s*(\d+))?\s*\]")
 FULL_MASKS = ("-1", "0xffffffff", "4294967295", "0xFFFFFFFF", "0xFFFFFFFFU")
 _WARP_OPS = ("shfl", "vote", "match", "redux", "elect")
 _ALIGNED_OPS = ("mma", "ldmatrix", "stmatrix", "wmma", "movmatrix", "wgmma")
-SYSTEM_SHARED = 1024  # bytes in front of a thread block's shared memory that hardware from 9.0 on keeps for itself
+SYSTEM_SHARED = 1024  # bytes in front of a thread block's shared memory that hardware reserves from 9.0 on
 SHARED_GAP = 128  # red zone between shared arrays; a multiple of 128 bytes keeps their banks
 
 
@@ -26,21 +26,21 @@ class Block:
     ----------
     instructions : list of Instruction
     sync : str or None
-        What has to arrive before it runs: all lanes of the warp ("full"), the lanes of the member mask in this
-        operand, or nothing (None).
-    apart : bool
-        Whether they may arrive at other blocks like this one: all that waits for them is the bar.warp.sync at its
-        beginning.
+        The lanes that have to arrive before it runs: all lanes of the warp ("full"), those of the member mask in this
+        operand, or none (None).
+    at_any_barrier : bool
+        Whether these lanes may arrive at other blocks like this one, because only the bar.warp.sync at its beginning
+        waits for them.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
     sync: str | None = None
-    apart: bool = False
+    at_any_barrier: bool = False
 
 
 @dataclass
 class SharedLayout:
-    """Offsets of shared arrays, red zones included, and the byte counts of a real launch."""
+    """The offsets of shared arrays, with red zones between them, and the byte counts of a real launch."""
 
     offsets: dict[str, int]
     sizes: dict[str, int]
@@ -67,7 +67,7 @@ class Program:
 
     @property
     def readable_name(self) -> str:
-        """The Python function's name, demangled from numba's symbol; any other symbol as it is."""
+        """The name of a Python function, from numba's symbol; any other symbol stays as it is."""
         rest, part = self.name.removeprefix("_ZN"), ""
         while (m := re.match(r"\d+", rest)) and rest != self.name:
             end = m.end() + int(m[0])
@@ -118,7 +118,7 @@ class Program:
         return out
 
     def _param_access(self, ins: Instruction, head: str, kernel_params: set[str]) -> list[Instruction]:
-        """Turn an access to a call parameter into a move: each slot is a register."""
+        """Turn an access to a call parameter into a move, since each slot is a register."""
         where, value = (ins.operands[1], ins.operands[0]) if head == "ld" else (ins.operands[0], ins.operands[1])
         m = _SLOT.fullmatch(where)
         if not m:
@@ -170,7 +170,7 @@ class Program:
         return self._skipped(ins, [*self._expand(fn, names, end, (*stack, callee)), end])
 
     def _skipped(self, ins: Instruction, out: list[Statement]) -> list[Statement]:
-        """Statements in place of an instruction, with a jump over them where its predicate does not hold."""
+        """Statements in place of an instruction, and a jump over them if its predicate does not hold."""
         if not ins.pred:
             return out
         self._skips += 1
@@ -181,7 +181,7 @@ class Program:
     def _layout_shared(self, strict: bool) -> SharedLayout:
         """Lay arrays out in declaration order.
 
-        `strict` gives no array more than its declared alignment, so that a 16-byte access to an array declared with
+        With `strict`, no array has more than its declared alignment, so that a 16-byte access to an array declared with
         .align 4 faults instead of working by luck.
         """
         offsets: dict[str, int] = {}
@@ -251,11 +251,11 @@ def _cut(items: list[Statement]) -> tuple[list[Block], dict[str, int]]:
             continue
         head = it.parts[0]
         kind, barrier = _sync_kind(it), is_warp_barrier(it)
-        if kind and (kind != "full" or blocks[-1].sync != "full" or (barrier and blocks[-1].apart)):
+        if kind and (kind != "full" or blocks[-1].sync != "full" or (barrier and blocks[-1].at_any_barrier)):
             fresh()
-            blocks[-1].sync, blocks[-1].apart = kind, barrier
+            blocks[-1].sync, blocks[-1].at_any_barrier = kind, barrier
         elif kind:
-            blocks[-1].apart = False  # what comes after the bar.warp.sync waits for lanes at this very instruction
+            blocks[-1].at_any_barrier = False  # behind the bar.warp.sync, it waits for lanes at this very instruction
         blocks[-1].instructions.append(it)
         if head in ("bra", "ret", "exit", "trap", "brx") or (head in ("bar", "barrier") and it.parts[1] != "warp"):
             fresh()

@@ -22,10 +22,10 @@ _TYPES_OF_SIZE = {
 }
 SIZE: dict[str, int] = {name: size for size, names in _TYPES_OF_SIZE.items() for name in names.split()}
 
-# Computed in float32 or float64, then rounded back.
+# The emulator computes these in float32 or float64, and rounds the result.
 NARROW_FLOATS = ("f16", "bf16", "f16x2", "bf16x2", "f32x2")
 
-# Where global memory and the windows of shared and local memory begin.
+# The addresses where global memory and the windows of shared and local memory begin.
 GLOBAL_BASE = 0x7F0000000000
 SHARED_WINDOW = 0x7D0000000000
 LOCAL_WINDOW = 0x7C0000000000

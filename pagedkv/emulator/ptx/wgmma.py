@@ -1,11 +1,11 @@
-"""Registers of wgmma: which instructions touch them too early, found before anything runs.
+"""Registers of wgmma: find instructions that touch them too early, before anything runs.
 
 A wgmma.mma_async reads and writes registers until a wgmma.wait_group has waited for its group. Until then nothing else
 may touch its accumulators, nor the registers that hold A; but another wgmma of the same shape may add to the same
 accumulators. And a wgmma.fence has to stand between any other access to a register and a wgmma that uses it (PTX ISA,
 "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"). ptxas looks at the code in the same way, along every path.
 
-A move is another name of a register, and no access: compilers move accumulators from one inline assembly to the next.
+A move is no access but another name of a register: compilers move accumulators from one inline assembly to the next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Operand(NamedTuple):
     Attributes
     ----------
     age : int
-        wgmma.commit_groups since then: 0 as long as its group is open.
+        The wgmma.commit_groups since then; 0 as long as its group is open.
     role : str
         "accumulator" or "part of A".
     ins : Instruction
@@ -39,7 +39,7 @@ class Operand(NamedTuple):
 
 @dataclass
 class _State:
-    """What is known before an instruction, along any path to it."""
+    """What holds before an instruction, along any path to it."""
 
     flying: dict[str, Operand] = field(default_factory=dict)
     touched: dict[str, Instruction] = field(default_factory=dict)  # since the last wgmma.fence
@@ -49,7 +49,7 @@ class _State:
         return _State(dict(self.flying), dict(self.touched), self.fenced)
 
     def join(self, other: _State) -> bool:
-        """Add another path; True if that changes anything."""
+        """Add another path, and return whether that changes anything."""
         before = len(self.flying), len(self.touched), self.fenced
         changed = False
         for name, operand in other.flying.items():
@@ -75,7 +75,7 @@ def uses_wgmma(program: Program) -> bool:
 
 
 def misuses(program: Program) -> dict[Instruction, str]:
-    """By instruction that misuses a register of a wgmma on some path: what it does."""
+    """What instructions do that misuse a register of a wgmma on some path, by instruction."""
     return _Analysis(program).misuses if uses_wgmma(program) else {}
 
 

@@ -1,4 +1,4 @@
-"""What threads know of each other beyond a barrier: clocks that fences, strong accesses and barriers hand on."""
+"""What threads know of each other apart from barriers: clocks, which fences, strong accesses and barriers hand on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# By number of a thread block, for each of its threads the time before which its accesses are known. Never changed.
+# By number of a thread block, the times before which the accesses of its threads are known. A clock never changes.
 Clock = Mapping[int, np.ndarray]
-Scope = int  # 0 if what a fence says reaches its own thread block, 1 if it reaches the grid
+Scope = int  # 0 if a fence is for its own thread block, 1 if it is for the grid
 
 
 def joined(a: Clock | None, b: Clock | None) -> Clock | None:
@@ -29,7 +29,7 @@ def joined(a: Clock | None, b: Clock | None) -> Clock | None:
 
 @dataclass
 class Snapshot:
-    """What the threads of a thread block knew at a fence that some of them passed; a clock is made when one is needed.
+    """What the threads of a thread block knew at a fence that some of them passed; clocks are made when needed.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Snapshot:
     _clocks: dict[int, Clock] = field(default_factory=dict)
 
     def clock_of(self, thread: int) -> Clock:
-        """What one of the threads knew; the same object whenever it is asked for."""
+        """What one of the threads knew, always as the same object."""
         if thread not in self._clocks:
             self._clocks[thread] = self.clock(np.array([thread]))
         return self._clocks[thread]
@@ -103,7 +103,7 @@ class Clocks:
         self.used = self.learned = False
 
     def released_by(self, lane: int, scope: Scope) -> tuple[Clock | None, Clock | None]:
-        """What the strong stores of a lane hand on: to any fence, and to a fence.sc."""
+        """What the strong stores of a lane hand on, to any fence and to a fence.sc."""
         first, second = self._at(self.released[scope], lane), self._at(self.sc_released[scope], lane)
         return first, second
 
@@ -112,12 +112,12 @@ class Clocks:
         return clock.clock_of(lane % self._num_threads) if isinstance(clock, Snapshot) else clock
 
     def find(self, lane: int, scope: Scope, flag: tuple[Clock | None, Clock | None]) -> None:
-        """A strong load of a lane found a flag: what it says to any fence, and to a fence.sc."""
+        """Note that a strong load of a lane has found a flag, with what it hands to any fence and to a fence.sc."""
         for mine, other in zip((self.pending[scope], self.sc_pending[scope]), flag, strict=True):
             mine[lane] = joined(mine[lane], other)
 
     def of(self, lanes: np.ndarray) -> list[Clock | None]:
-        """What some lanes of a thread block have together, of what barriers hand on."""
+        """What some lanes of a thread block know together, of what barriers hand on."""
         return [self._of(clocks, lanes) for clocks in self._shared]
 
     def _of(self, clocks: np.ndarray, lanes: np.ndarray) -> Clock | None:

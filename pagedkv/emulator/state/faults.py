@@ -18,17 +18,17 @@ class KernelFault(EmulatorError):
     source : SourceLine or None
         The Python line of the instruction; None if the PTX has no line information.
     callers : tuple of SourceLine
-        If it was inlined from a device function: the calling lines, innermost first.
+        The calling lines, innermost first, if it was inlined from a device function.
     line, text : int and str
         Line number and text of the PTX instruction.
     thread_block, thread : tuple of int, or None
-        Coordinates (x, y, z) of the thread, if a single one is to blame.
+        Coordinates (x, y, z) of the thread, if it is a single one.
     address : int or None
         The offending address.
     place : str
-        What that address points at: an array, and a byte or element in it.
+        The array at that address, and the byte or element in it.
     trace : WarpTrace or None
-        With ``trace=``, the steps of that warp up to the fault.
+        The steps of the traced warp up to the fault, with ``trace=``.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class KernelFault(EmulatorError):
 
 
 class MemoryFault(KernelFault):
-    """An access out of bounds, misaligned, or to freed or uninitialised bytes; a store to a read-only array."""
+    """An access out of bounds, misaligned, or to freed or uninitialised bytes, or a store to a read-only array."""
 
 
 class RaceFault(KernelFault):
-    """Two conflicting accesses that nothing orders, or use of data that a cp.async is still copying."""
+    """Two conflicting accesses that nothing orders, or a use of data that a cp.async is still copying."""
 
 
 class SyncFault(KernelFault):
-    """Barrier divergence, a deadlock, or a warp operation that names lanes which are absent."""
+    """Barrier divergence, a deadlock, or a warp operation that names absent lanes."""
 
 
 class TrapFault(KernelFault):

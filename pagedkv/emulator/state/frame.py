@@ -90,7 +90,7 @@ class Frame:
 
     # -- namespace of the generated code
     def namespace(self, scope: Scope, reuse: bool) -> dict[str, Any]:
-        """The arrays that the generated code names; with `reuse`, only those that change from batch to batch."""
+        """The arrays that generated code names; with `reuse`, only those that change from batch to batch."""
         ns: dict[str, Any] = {}
         for name in scope.specials:
             if not reuse or name.startswith("ctaid"):
@@ -191,7 +191,7 @@ class Frame:
         return _coordinates(cta, self.grid)
 
     def describe(self, space: str, off: int, lane: int) -> tuple[int, str]:
-        """Address and description of a byte offset into global, shared or local memory."""
+        """The address and a description of a byte offset into global, shared or local memory."""
         if space == "global":
             return off + GLOBAL_BASE, self.memory.describe(off + GLOBAL_BASE)
         if space == "local":
@@ -199,7 +199,7 @@ class Frame:
         return self.describe_shared(off - int(self.shared_base[lane]))
 
     def describe_shared(self, address: int) -> tuple[int, str]:
-        """A shared-memory address, and the array that it lies in or just past."""
+        """A shared address, and the array in which or just past which it lies."""
         layout = self.layout
         spans = [(layout.offsets[name], size, name) for name, size in layout.sizes.items()]
         if self.dynamic_shared or any(name not in layout.sizes for name in layout.offsets):

@@ -1,4 +1,4 @@
-"""An array of the host behind a buffer of the device: copied in pages, each when something first needs it."""
+"""An array of the host behind a buffer of the device, copied page by page when something first needs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# What one miss copies: a launch takes memory for what it touches, not for a whole cache. Small arrays are one page.
+# Bytes that one miss copies, so that a launch takes memory for what it touches, not for a whole cache. Small arrays are
+# one page.
 PAGE_BYTES = 1 << 16
 SMALL_BYTES = 1 << 23
 
@@ -60,7 +61,7 @@ class HostArray:
         return slice(begin, min(begin + self.page_bytes, len(self.bytes)))
 
     def elements(self, span: slice) -> Any:
-        """Which bytes of whole pages belong to elements, and not to the gaps between them; True if all do."""
+        """Which bytes of whole pages belong to elements and not to gaps between them; True if all do."""
         if self._overlapping is not None:
             return self._overlapping[span]
         if not self._axes:

@@ -18,7 +18,7 @@ from .host_array import HostArray
 # States of a byte. Allocated but never written is 0, so that untouched pages of large buffers cost nothing.
 # PENDING: a cp.async is still writing it.
 UNALLOCATED, INITIALISED, PENDING = 1, 2, 4
-_STATES = np.uint8(INITIALISED), np.uint8(UNALLOCATED)  # of an element's bytes and of gaps
+_STATES = np.uint8(INITIALISED), np.uint8(UNALLOCATED)  # marks of an element's bytes and of gaps
 GUARD = 256  # unallocated bytes between buffers
 _ONES: dict[int, Any] = {
     1: np.uint8(0x01),
@@ -90,7 +90,7 @@ class Buffer:
     address : int
         Device address of element 0, to pass for a pointer.
     shape, strides, dtype
-        As of a NumPy array.
+        As those of a NumPy array.
     nbytes : int
         Bytes from its lowest to its highest, gaps included.
     read_only : bool
@@ -100,7 +100,7 @@ class Buffer:
     written : bool
         Whether a kernel has stored to it.
     source : HostArray or None
-        What it holds as long as nothing has touched it; without one its bytes are uninitialised.
+        The contents as long as nothing has touched them; without it the bytes are uninitialised.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Buffer:
         return np.ndarray(shape, flat.dtype, flat, self._origin, strides)
 
     def fetch(self, low: int = 0, high: int | None = None) -> bool:
-        """Copy what its source holds from byte `low` up to `high`; whether anything was left to copy."""
+        """Copy the bytes `low` to `high` from its source, and return whether any were left to copy."""
         if self.freed:
             raise EmulatorError(f"buffer {self.name!r} was freed")
         source = self.source
@@ -136,7 +136,7 @@ class Buffer:
         return self._copy(first + np.flatnonzero(source.absent[first : last + 1]))
 
     def fetch_at(self, off: np.ndarray, size: int) -> bool:
-        """As `fetch`, for `size` bytes at each offset in device memory; those outside of the buffer are left out."""
+        """As `fetch`, for `size` bytes at each offset in device memory that lies in the buffer."""
         source = self.source
         if source is None:
             return False
@@ -211,7 +211,7 @@ class Buffer:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """First byte, and one past the last, of a strided array, relative to element 0."""
+    """The first byte of a strided array and one past the last, relative to element 0."""
     if 0 in shape:
         return 0, 0
     spans = [(n - 1) * stride for n, stride in zip(shape, strides, strict=True)]
@@ -239,7 +239,7 @@ class Memory:
         self.space = ByteSpace(memory_bytes)
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []
-        self.extent = GUARD  # end of the last buffer and its guard; everything above is unallocated
+        self.extent = GUARD  # the end of the last buffer and its guard; all above is unallocated
         self.space.shadow[: self.extent] = UNALLOCATED
         self._symbols: dict[tuple[int, str], tuple[Buffer, Mapping[str, np.ndarray]]] = {}
 
@@ -321,9 +321,9 @@ class Memory:
         return buffer
 
     def mirror(self, array: np.ndarray, name: str | None = None, *, aligned: bool = False) -> Buffer:
-        """A new buffer with an array's strides, read-only flag, and address modulo 256; 0 if it is to be aligned.
+        """A new buffer with an array's strides, read-only flag, and address modulo 256, which is 0 if `aligned`.
 
-        It holds what the array holds when something first touches it: a part is copied then.
+        A part of the array is copied when something first touches it.
         """
         address = array.__array_interface__["data"][0]
         low, _ = extent(array.shape, array.strides, array.itemsize)
@@ -339,7 +339,7 @@ class Memory:
         buffer.freed, buffer.source = True, None
 
     def fetch(self, off: np.ndarray, size: int) -> bool:
-        """Copy what buffers still have to copy from the host for an access; whether there was anything."""
+        """Copy what an access needs and is still on the host, and return whether there was anything."""
         first = bisect.bisect_right(self._starts, int(off.min())) - 1
         last = bisect.bisect_right(self._starts, int(off.max()) + size - 1) - 1
         touched = [buffer for buffer in self.buffers[max(first, 0) : last + 1] if buffer.source is not None]
@@ -361,11 +361,11 @@ class Memory:
         return f"{distance} {words}" if distance < _FAR else "far from every buffer"
 
     def buffer_index(self, off: np.ndarray) -> np.ndarray:
-        """Indices into `buffers` of valid byte offsets."""
+        """The indices into `buffers` of valid byte offsets."""
         return np.searchsorted(np.asarray(self._starts), off, side="right") - 1
 
     def note_store(self, off: np.ndarray) -> int | None:
-        """Mark buffers as written; returns the index of the first offset into a read-only one, or None."""
+        """Mark buffers as written, and return the index of the first offset into a read-only one, or None."""
         first = bisect.bisect_right(self._starts, int(off.min())) - 1
         last = bisect.bisect_right(self._starts, int(off.max())) - 1
         if first == last:
@@ -385,11 +385,11 @@ class Memory:
         return all(self.buffers[i].zeroed for i in np.unique(self.buffer_index(off)).tolist())
 
     def module_symbol(self, variables: Mapping[str, np.ndarray], name: str) -> Buffer:
-        """The buffer of a module's .global or .const variable, made on first use."""
+        """The buffer of a module's .global or .const variable, made when it is first used."""
         key = (id(variables), name)
         if key not in self._symbols:
             contents = variables[name]
             self.reserve(contents.nbytes + 2 * GUARD)
-            # Keep the mapping alive: its id is the key.
+            # Keep the mapping alive, since its id is the key.
             self._symbols[key] = (self.upload(contents, f"symbol {name[:60]}"), variables)
         return self._symbols[key][0]

@@ -21,9 +21,9 @@ class Operands:
     ----------
     op : MemOp
     warps, groups : ndarray of int64
-        Warps of the batch, and the group of each one's wgmma, counted by that warp.
+        Warps of the batch, and the group of each warp's wgmma, counted by that warp.
     offsets, lanes : ndarray of int64
-        Chunks, and the lanes that stand for the warp in the checks, shape (warps, chunks).
+        Chunks, and the lanes that represent the warp in the checks, shape (warps, chunks).
     """
 
     op: MemOp
@@ -33,7 +33,7 @@ class Operands:
     lanes: np.ndarray
 
     def where(self, chosen: np.ndarray) -> Operands:
-        """Of some of the warps."""
+        """The operands of some of the warps."""
         return Operands(self.op, self.warps[chosen], self.groups[chosen], self.offsets[chosen], self.lanes[chosen])
 
 
@@ -46,12 +46,12 @@ class OperandsInFlight:
         self._flying: list[Operands] = []
 
     def add(self, operands: Operands) -> None:
-        """From now on they may be read."""
+        """Add operands, which may be read from now on."""
         self._flying.append(operands)
         np.add.at(self._readers, operands.offsets.reshape(-1) >> CHUNK_SHIFT, 1)
 
     def wait(self, warps: np.ndarray, oldest_kept: np.ndarray) -> list[Operands]:
-        """Take out those of groups before `oldest_kept`, of each warp of the batch, that are of these `warps`."""
+        """Remove the operands of these `warps` whose group is before `oldest_kept`, an array over all warps."""
         done, remaining = [], []
         for operands in self._flying:
             is_done = warps[operands.warps] & (operands.groups < oldest_kept[operands.warps])
@@ -64,7 +64,7 @@ class OperandsInFlight:
         return done
 
     def check_store(self, op: MemOp, off: np.ndarray, idx: np.ndarray | None) -> None:
-        """Fault if a store meets them."""
+        """Fault if a store touches operands in flight."""
         met = self._readers[off >> CHUNK_SHIFT] != 0
         if not met.any():
             return

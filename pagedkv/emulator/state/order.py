@@ -1,9 +1,10 @@
-"""Which accesses of a batch come before others whatever the schedule: happens-before.
+"""Happens-before: which accesses of a batch come before others, whatever the schedule.
 
 Each thread block counts its synchronisations as time. An access by thread u at time t is ordered before one by thread
-v now if t is smaller than the time up to which v knows u. Barriers are kept by warp, all that most kernels need: warp w
-knows warp v up to `seen[cta, w, v]`, and a lane its own warp up to `warp_synced`. What single threads learn, at a
-bar.warp.sync of part of a warp or from flags, stands in a matrix of the thread block's threads, made on first use.
+v now if t is smaller than the time up to which v knows u. Barriers are recorded by warp, which is enough for most
+kernels: warp w knows warp v up to `seen[cta, w, v]`, and a lane its own warp up to `warp_synced`. What single threads
+learn, at a bar.warp.sync of part of a warp or from flags, is in a matrix of the thread block's threads, made when it is
+first needed.
 
 Flags follow the PTX ISA, "Memory Consistency Model". A release pattern is a fence and then a strong store by the same
 thread: it hands on what the thread knew at the fence. An acquire pattern is a strong load that finds this store, or an
@@ -32,7 +33,7 @@ Flags = dict[tuple[int, int], Flag]
 
 @dataclass
 class Arrival:
-    """What threads at a bar.arrive knew: by warp, by thread if a matrix is kept, and their clocks."""
+    """What threads at a bar.arrive knew: by warp, by thread if there is a matrix, and their clocks."""
 
     seen: np.ndarray
     threads: np.ndarray | None
@@ -46,16 +47,16 @@ class Order:
     ----------
     frame : Frame
     flags : dict, optional
-        The flags of the grid; None if nothing asks for an order between thread blocks.
+        The flags of the grid; None if nothing needs an order between thread blocks.
     uses_flags : bool
         Whether the kernel has fences, or accesses that acquire or release.
 
     Attributes
     ----------
     now, stamp, floor : ndarray of int64
-        Of each lane: the time; the time and its number; the time, shifted, before which all of its block is known.
+        For each lane its time, its time and number, and the time, shifted, before which all of its block is known.
     precise : bool
-        Whether a matrix of any thread block is kept.
+        Whether any thread block has a matrix.
     """
 
     def __init__(self, frame: Frame, flags: Flags | None, uses_flags: bool) -> None:
@@ -76,7 +77,7 @@ class Order:
         return bool(self._matrices)
 
     def rows(self, lanes: np.ndarray) -> np.ndarray:
-        """What each of these lanes knows of the threads of its block, shape (lanes, threads)."""
+        """What each lane knows of the threads of its block, shape (lanes, threads)."""
         f = self.frame
         slot, warp, thread = f.cta_slot[lanes], f.warp_in_cta[lanes], f.thread[lanes]
         warps = f.warp_in_cta[: f.num_threads]
@@ -105,7 +106,7 @@ class Order:
 
     # -- barriers
     def barrier_all(self) -> None:
-        """All threads of the batch passed a barrier."""
+        """Let all threads of the batch pass a barrier."""
         self._tick(slice(None))
         self.seen[...] = self.time[:, None, None]
         self.floor = self.now << TIME
@@ -116,7 +117,7 @@ class Order:
             self.clocks.uneven.clear()
 
     def arrive(self, slot: int, warps: np.ndarray) -> Arrival:
-        """Warps of a thread block passed a bar.arrive."""
+        """Let warps of a thread block pass a bar.arrive, and return what their threads know."""
         self._tick(slot)
         seen = self.seen[slot, warps].max(0)
         seen[warps] = self.time[slot]
@@ -126,7 +127,7 @@ class Order:
         return Arrival(seen, threads, None if self.clocks is None else self.clocks.of(lanes))
 
     def barrier(self, slot: int, warps: np.ndarray, arrivals: list[Arrival]) -> None:
-        """`warps` synchronise with each other and with earlier arrivals."""
+        """Synchronise `warps` with each other and with earlier arrivals."""
         self._tick(slot)
         known = np.maximum.reduce([self.seen[slot, warps].max(0), *(arrival.seen for arrival in arrivals)])
         known[warps] = self.time[slot]
@@ -157,7 +158,7 @@ class Order:
         self.clocks.give(lanes, together)
 
     def warp_sync(self, members: np.ndarray | None, m: Mask) -> None:
-        """Lanes passed a bar.warp.sync; `members` are the lanes that each one named, or None for its whole warp."""
+        """Let lanes pass a bar.warp.sync; `members` are the lanes that each one names, or None for its whole warp."""
         f = self.frame
         self._tick(slice(None))
         lanes = f.lanes if m is None else np.flatnonzero(m)
@@ -168,14 +169,14 @@ class Order:
         uneven = set(self._matrices) | (set() if self.clocks is None else self.clocks.uneven)
         if not part.any() and not uneven:
             return
-        apart = part | np.isin(f.cta_slot[lanes], list(uneven))
-        groups = f.warp[lanes[apart]] << 32 | named[apart]
+        single = part | np.isin(f.cta_slot[lanes], list(uneven))
+        groups = f.warp[lanes[single]] << 32 | named[single]
         for group in np.unique(groups).tolist():
-            among = lanes[apart][groups == group]
-            self._meet(among, bool(part[apart][groups == group].any()))
+            among = lanes[single][groups == group]
+            self._meet(among, bool(part[single][groups == group].any()))
 
     def _meet(self, lanes: np.ndarray, part: bool) -> None:
-        """Lanes of one warp, all of it or a part, learn what any of them knows."""
+        """Let lanes of one warp, all of it or a part, learn what any of them knows."""
         slot, threads = int(self.frame.cta_slot[lanes[0]]), self.frame.thread[lanes]
         if part or slot in self._matrices:
             matrix = self._matrix(slot)
@@ -185,7 +186,7 @@ class Order:
 
     # -- flags
     def fence(self, what: Fence, m: Mask) -> None:
-        """Lanes passed a fence."""
+        """Let lanes pass a fence."""
         f, clocks = self.frame, self.clocks
         assert clocks is not None
         lanes = f.lanes if m is None else np.flatnonzero(m)
@@ -228,7 +229,7 @@ class Order:
         return Snapshot(int(f.cta[every.start]), time, rows, self.clocks.known[every].copy())
 
     def _acquire(self, lanes: np.ndarray, pending: np.ndarray) -> None:
-        """These lanes know from now on what is pending for them."""
+        """Let lanes know from now on what is pending for them."""
         assert self.clocks is not None
         found, known = pending[lanes].tolist(), self.clocks.known[lanes].tolist()
         groups: dict[tuple[int, int, int], list[int]] = {}
@@ -246,7 +247,7 @@ class Order:
             pending[mine] = None
 
     def strong(self, op: MemOp, space: str, off: np.ndarray, idx: np.ndarray | None, wrote: np.ndarray | None) -> None:
-        """Hand on clocks at a strong access of lanes, one by one; `wrote` says which of them stored, None all."""
+        """Hand on clocks at a strong access of lanes, one by one; `wrote` says which of them have stored, None all."""
         clocks, f = self.clocks, self.frame
         if clocks is None or not (clocks.used or self._flags or op.release):
             return
@@ -272,7 +273,7 @@ class Order:
     def _hand_on(
         self, lane: int, scope: Scope, op: MemOp, location: tuple[str, int, int], stored: bool, mine: Clock | None
     ) -> Clock | None:
-        """Hand on clocks from and to the flag at a location; returns what it says to any fence, if `op` observes it."""
+        """Hand on clocks from and to the flag at a location; return what it hands to any fence, if `op` observes it."""
         clocks, slot = self.clocks, lane // self.frame.num_threads
         assert clocks is not None
         flags: dict[Any, Flag] | None
@@ -302,7 +303,7 @@ class Order:
     def _released(
         self, lane: int, scope: Scope, location: tuple[str, int, int], flag: Flag | None, mine: Clock | None
     ) -> Flag:
-        """What a flag says after a strong store of a lane; `mine` is what the lane knows, if it is a release itself."""
+        """What a flag hands on after a strong store of a lane; `mine` is what the lane knows, if it is a release."""
         assert self.clocks is not None
         if mine is not None:
             self._release_ops[scope, lane, *location] = mine

@@ -1,8 +1,8 @@
-"""The generic proxy and the asynchronous one: whether a fence.proxy.async stands between a store and a wgmma.
+"""The generic and the asynchronous proxy: whether a fence.proxy.async comes between a store and a wgmma.
 
-wgmma reads shared memory through the asynchronous proxy. What stores and cp.async have written through the generic one
-is there for it only if a fence.proxy.async stands on the way from the write to the wgmma (PTX ISA, "Causality order"):
-in the thread that wrote, before the barrier; in the warp that reads, behind it; or in a third one in between.
+wgmma reads shared memory through the asynchronous proxy. It sees what stores and cp.async have written through the
+generic one only if a fence.proxy.async comes between the write and the wgmma (PTX ISA, "Causality order"): in the
+thread that wrote, before the barrier; in the warp that reads, behind it; or in a third thread in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Proxies:
         self._seen = np.zeros_like(order.seen)
 
     def fence(self, m: Mask) -> None:
-        """Threads run a fence.proxy.async."""
+        """Let threads run a fence.proxy.async."""
         f, order, fences = self.frame, self.order, self.races.fences
         assert fences is not None
         open_ = np.flatnonzero(fences == UNFENCED)

@@ -1,13 +1,13 @@
-"""Race detectors: shared memory inside a thread block, global memory between thread blocks.
+"""Race detectors, for shared memory inside a thread block and for global memory between thread blocks.
 
 Both have a record of the last write and of the last reads for each granule, the size of the kernel's smallest access,
 so that half-words written by different lanes do not clash. Two accesses race if one of them is a store, not both are
 morally strong, and `Order` does not know that one comes before the other. Morally strong are strong accesses of one
 size whose scopes include each other's thread: between thread blocks, those of .cta scope never are.
 
-A strong store does not replace the record of another thread's that nothing orders before it: `Unordered` keeps that one
-for weak accesses to come. An atomic does: it reads what it replaces, so that what comes after the one comes after the
-other, by observation order.
+A strong store does not replace the record of another thread's store that nothing orders before it: `Unordered` keeps
+that one for weak accesses to come. An atomic does replace it: it reads what it replaces, so that what comes after the
+one comes after the other, by observation order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SharedRaces:
         Bytes of a record.
     order : Order
     by_lane : bool
-        Keep which lanes have read, for kernels that order single threads and not only whole warps.
+        Whether to keep which lanes have read, for kernels that order single threads and not only whole warps.
     """
 
     def __init__(self, frame: Frame, granule: int, order: Order, by_lane: bool) -> None:
@@ -83,7 +83,7 @@ class SharedRaces:
     def _unordered_threads(
         self, lane: np.ndarray, when: np.ndarray, who: np.ndarray, g: np.ndarray | None
     ) -> np.ndarray:
-        """As `_unordered`, by what threads know of single threads."""
+        """As `_unordered`, from what threads know of single threads."""
         f, k = self.frame, np.arange(len(lane))
         late = when[:, None] >= self.order.rows(lane)
         late[k, lane % f.num_threads] = False
@@ -183,7 +183,7 @@ class SharedRaces:
                     return
                 live &= plain | bool(strong_class)
             several = live & (_thread(old) != thread)
-            if self.lanes_read is not None and several.any():  # what is ordered before this read need not be kept
+            if self.lanes_read is not None and several.any():  # drop what is ordered before this read
                 c = np.flatnonzero(several)
                 several[c] = self._unordered(thread[c], old[c], g[c])
                 live &= several | (_thread(old) == thread)
@@ -211,24 +211,24 @@ class SharedRaces:
             if self.fences is not None:
                 self.fences[g] = UNFENCED
 
-    # -- what Proxies asks
+    # -- queries of Proxies
     def writer(self, g: np.ndarray) -> np.ndarray:
-        """The lane that has written each granule last."""
+        """The lane that was the last to write each granule."""
         return _thread(self.writes[g])
 
     def is_after(self, lanes: np.ndarray, record: np.ndarray) -> np.ndarray:
-        """Which records do not come before an access by these lanes now."""
+        """Which records do not come before an access that these lanes would make now."""
         late = record >= self.order.floor[lanes]
         c = np.flatnonzero(late & (record != UNFENCED))
         late[c] = self._would_race(lanes[c], record[c])
         return late
 
     def is_unordered(self, lane: int, g: np.ndarray) -> np.ndarray:
-        """Which of the last writes to these granules do not come before an access by a lane now."""
+        """Which of the last writes to these granules do not come before an access that a lane would make now."""
         return self.is_after(np.full(len(g), lane), self.writes[g])
 
     def writer_line(self, g: int) -> str:
-        """The line of the instruction that has written a granule last."""
+        """The line of the instruction that was the last to write a granule."""
         return self._line(int(self.writes[g]))
 
     def _line(self, record: int) -> str:
@@ -270,18 +270,18 @@ class GlobalRaces:
         self._several = Unordered()
 
     def begin(self, frame: Frame, order: Order) -> None:
-        """Look at another batch from now on."""
+        """Begin another batch."""
         self.frame, self.order = frame, order
         self._block = (frame.cta + 1) << self._cta
         self._who = self._block | frame.thread << LANE
 
     def _foreign(self, record: np.ndarray, block: np.ndarray) -> np.ndarray:
-        """Which records are of another thread block than this one, as its bits in a record."""
+        """Which records are of other thread blocks than this one, which is given as its bits in a record."""
         other = record & self._cta_bits
         return (other != 0) & (other != block)
 
     def _fields(self, record: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Thread block, thread and time of accesses."""
+        """The thread block, thread and time of accesses."""
         thread = record >> LANE & ((1 << (self._cta - LANE)) - 1)
         return ((record & self._cta_bits) >> self._cta) - 1, thread, record >> self._time
 
@@ -336,7 +336,7 @@ class GlobalRaces:
         foreign = self._foreign(old, block)
         if not strong_class and foreign.any():
             foreign &= (old & STRONG_CLASS) == 0
-        if foreign.any():  # what is ordered before this read need not be kept
+        if foreign.any():  # drop what is ordered before this read
             c = np.flatnonzero(foreign)
             c = c[self._unordered(lanes[c], old[c])]
             self.others[g[c]] = old[c]

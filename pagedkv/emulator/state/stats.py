@@ -81,7 +81,7 @@ class LaunchStats:
     kernel : str
         Name of the kernel.
     thread_instructions, blocks_executed : int
-        Instructions summed over threads; steps of the emulator.
+        Instructions summed over threads, and steps of the emulator.
     barriers : int
         Barriers completed, summed over thread blocks.
     warp_instructions : dict of str to int
@@ -127,14 +127,14 @@ class LaunchStats:
     def warp_instructions_per_unit(
         self, buffer: str, unit_bytes: int = 512, classes: tuple[str, ...] | None = None
     ) -> float:
-        """Warp instructions, of some classes or all, for every `unit_bytes` read from a buffer."""
+        """Warp instructions, of some classes or of all, for every `unit_bytes` read from a buffer."""
         units = self.buffers[buffer].bytes_read / unit_bytes
         count = sum(n for name, n in self.warp_instructions.items() if classes is None or name in classes)
         return count / units if units else float("inf")
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
-    """Where each run of equal values starts in a sorted array."""
+    """The indices where runs of equal values start in a sorted array."""
     return np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
 
 
@@ -179,7 +179,7 @@ class StatsRecorder:
             self._per_buffer[4] += np.bincount(self._space.buffer_index(fresh << 5 | 31), minlength=num_buffers)
 
     def shared_access(self, off: np.ndarray, size: int, warps: np.ndarray, lanes: np.ndarray) -> None:
-        """Count an access to 32 banks of 4 bytes; 8- and 16-byte ones go by half and quarter warp."""
+        """Count an access to 32 banks of 4 bytes; accesses of 8 and 16 bytes go by half and quarter warp."""
         words = max(1, size // 4)
         group = warps * 4 + (lanes * words) // 32
         word = off >> 2

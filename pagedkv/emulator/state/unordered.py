@@ -1,4 +1,4 @@
-"""Strong stores to one location that nothing orders: a weak access has to come after all of them."""
+"""Strong stores to one location that nothing orders: a weak access must come after all of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WouldRace = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Unordered:
-    """Strong stores that another one has followed without an order; the last one's record says SEVERAL.
+    """Strong stores that another one has followed without an order; the record of the last one says SEVERAL.
 
     Attributes
     ----------
     kept : dict of int to list of int
-        Their records, by granule.
+        Records of the stores, by granule.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Unordered:
         return last & ~SEVERAL if self.kept else last
 
     def atomic(self, last: np.ndarray) -> np.ndarray | int:
-        """What the record of an atomic takes over from the last ones."""
+        """What the record of an atomic takes over from the last records."""
         return np.where(last > 0, last & SEVERAL, 0) if self.kept else 0
 
     def racing(

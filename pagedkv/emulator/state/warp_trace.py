@@ -1,4 +1,4 @@
-"""What one warp did in a launch: each instruction, the lanes that ran it, the registers it wrote, the bytes it met."""
+"""What one warp did in a launch: instructions, the lanes that ran them, registers written and bytes touched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Warp:
     warp : int
         Its number in the thread block: thread // 32, where x counts first.
     max_steps : int
-        The instructions to record. Those after them are counted, and the launch goes on.
+        The most instructions to record. Later ones are counted, and the launch goes on.
 
     Raises
     ------
@@ -72,23 +72,23 @@ class Warp:
 
     @property
     def coordinates(self) -> Coordinates:
-        """Those of its thread block, all three."""
+        """All three coordinates of its thread block."""
         return cast(Coordinates, self.thread_block)
 
     def is_in(self, grid: Coordinates, threads: Coordinates) -> bool:
-        """Whether a launch of these sizes has it."""
+        """Whether a launch of these sizes has the warp."""
         inside = all(at < size for at, size in zip(self.coordinates, grid, strict=True))
         return inside and 32 * self.warp < threads[0] * threads[1] * threads[2]
 
 
-def must_be_warp(trace: object) -> None:
-    """Refuse what is asked to be traced unless it is a Warp, or nothing."""
+def require_warp(trace: object) -> None:
+    """Raise TypeError unless `trace` is a Warp or None."""
     if trace is not None and not isinstance(trace, Warp):
         raise TypeError(f"trace must be a Warp, such as Warp((0, 0, 0), 1), or None, got {trace!r}")
 
 
 class WarpAccess(NamedTuple):
-    """Bytes of one array that one instruction of a warp met.
+    """The bytes of one array that one instruction of a warp touched.
 
     Attributes
     ----------
@@ -97,13 +97,13 @@ class WarpAccess(NamedTuple):
     space : str
         "global", "shared" or "local".
     array : str
-        The parameter's name; of shared memory, the name in the PTX.
+        The parameter's name, or the name of shared memory in the PTX.
     size : int
         Bytes of each lane.
     offsets : (lanes,) int64
-        The first of them, counted from the array's lowest byte; -1 for lanes that took no part.
+        The first byte of each lane, counted from the array's lowest byte; -1 for lanes that took no part.
     phase : int
-        The address of that lowest byte modulo 128: where sectors and banks begin.
+        The address of that lowest byte modulo 128, which says where sectors and banks begin.
     """
 
     kind: str
@@ -132,7 +132,7 @@ class WarpAccess(NamedTuple):
 
 @dataclass(slots=True, eq=False)  # arrays have no one answer to ==
 class Step:
-    """One instruction of a traced warp; a warp of a thread block whose size is no multiple of 32 may have fewer lanes.
+    """One instruction of a traced warp, which has fewer lanes than 32 if it is the rest of a thread block.
 
     Attributes
     ----------
@@ -141,9 +141,9 @@ class Step:
     source : tuple of SourceLine
         The Python line it comes from, then the lines that called it; empty without line information.
     active : (lanes,) bool
-        The lanes that ran it. A jump's are those that jump.
+        The lanes that ran it; for a jump, those that jump.
     registers : dict of str to (lanes,) ndarray
-        What the registers that it writes hold after it; of a store, those that it stores. Only `active` lanes count.
+        The values of the registers that it has written, or, for a store, stored. Only `active` lanes count.
     accesses : list of WarpAccess
         The bytes that it loaded and stored.
     """
@@ -168,9 +168,9 @@ class WarpTrace(Sequence[Step]):
         The addresses of each array in global memory.
     steps : list of Step
     dropped : int
-        How many more there were, after `max_steps`.
+        How many more steps there were, after `max_steps`.
     others : tuple of str
-        What else accesses name: arrays in shared memory, and local memory.
+        The other names in accesses: arrays in shared memory, and local memory.
     """
 
     kernel: str
@@ -192,12 +192,12 @@ class WarpTrace(Sequence[Step]):
     def select(
         self, *, line: int | range | None = None, name: str | None = None, array: str | None = None
     ) -> WarpTrace:
-        """The steps that meet all that is given.
+        """The steps that meet all conditions that are given.
 
         Parameters
         ----------
         line : int or range, optional
-            Lines of Python, of any file; a step counts for its own line and for the lines that called it.
+            Lines of Python, of any file; a step belongs to its own line and to the lines that called it.
         name : str, optional
             A word of the Python line, such as a variable.
         array : str, optional
@@ -245,7 +245,7 @@ class WarpTrace(Sequence[Step]):
         return [access for step in self.steps for access in step.accesses if access.array == array]
 
     def _require(self, array: str) -> None:
-        """Nothing else would tell an array that no step meets from one that is misspelt."""
+        """Raise ValueError for an unknown array, which may be misspelt; it would look like one that no step touches."""
         if array not in (names := (*self.arrays, *self.others)):
             raise ValueError(f"array must be one of {', '.join(names)}, got {array!r}")
 
@@ -287,7 +287,7 @@ class WarpTrace(Sequence[Step]):
 
 
 class _Lines:
-    """How values are written: integers that point into an array as its name and a byte."""
+    """Writes values; an integer that points into an array becomes its name and a byte."""
 
     def __init__(self, arrays: dict[str, range], lanes: Sequence[int] | None) -> None:
         self.arrays, self.lanes = arrays, lanes
@@ -334,7 +334,7 @@ def _place(source: tuple[SourceLine, ...]) -> str:
 
 
 def _runs(lanes: np.ndarray) -> str:
-    """Lane numbers, runs of them shortened."""
+    """Lane numbers, with runs shortened."""
     if not len(lanes):
         return "no lane"
     runs = np.split(lanes, np.flatnonzero(np.diff(lanes) != 1) + 1)

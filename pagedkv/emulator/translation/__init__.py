@@ -1,1 +1,1 @@
-"""Translates the basic blocks of a kernel into Python that computes on NumPy arrays."""
+"""Translation of a kernel's basic blocks into Python that computes on NumPy arrays."""

@@ -1,4 +1,4 @@
-"""Writes the Python statements of a basic block: reads of operands, writes of results."""
+"""The Python statements of a basic block, which read operands and write results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BlockTranslator:
     index : int
         The block's number.
     keep : int or None
-        For a masked variant, the registers to blend, as a set from `liveness`; None for the variant of all lanes.
+        The registers that a masked variant blends, as a set from `liveness`; None for the variant of all lanes.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class BlockTranslator:
         return f"{py}_{view}"
 
     def src(self, o: str, ty: str) -> str:
-        """An expression, an array over lanes, for operand `o` read as type `ty`."""
+        """An expression for operand `o`, read as type `ty`: an array over lanes."""
         regs = self.scope.registers
         if o in regs:
             if regs[o] == "pred" or SIZE[regs[o]] == SIZE[ty]:
@@ -143,7 +143,7 @@ class BlockTranslator:
         return "m" if self.keep is not None and self.liveness.protects(self.keep, dst) else None
 
     def put(self, dst: str, ty: str, expr: str) -> None:
-        """dst <- expr, which has the dtype of `ty`; sign- or zero-extended into a wider register."""
+        """Emit dst <- expr, which has the dtype of `ty`, and is sign- or zero-extended into a wider register."""
         if dst == "_":
             return
         full = self.scope.registers[dst]
@@ -159,7 +159,7 @@ class BlockTranslator:
         self.emit(f"copyto({target},{expr},casting='unsafe')" if c is None else f"blend({target},{c},{expr})")
 
     def ufunc(self, name: str, dst: str, ty: str, *args: str, extra: str = "") -> None:
-        """dst <- name(*args), in place if nothing has to be blended or extended."""
+        """Emit dst <- name(*args), in place if nothing has to be blended or extended."""
         call = f"{name}({','.join(args)}"
         if dst != "_" and self.condition(dst) is None and (ty == "pred" or SIZE[ty] == self.width(dst)):
             self.emit(f"{call},out={self.reg(dst, ty)}{extra})")

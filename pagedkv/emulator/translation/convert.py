@@ -1,4 +1,4 @@
-"""Conversions: cvt, cvta, and isspacep, which asks where an address points."""
+"""Conversions: cvt, cvta, and isspacep, which tests where an address points."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from .translate import Translation
 
 
 class Entry(Program):
-    """One kernel, ready to launch; comes from `Module.entry`."""
+    """One kernel, ready to launch; `Module.entry` makes it."""
 
     @cached_property
     def translation(self) -> Translation:
@@ -20,11 +20,11 @@ class Entry(Program):
 
     @cached_property
     def traced(self) -> Translation:
-        """The same, in code that tells a tracer of each instruction."""
+        """The kernel in Python that reports each instruction to a tracer."""
         return Translation(self, traced=True)
 
     def unsupported_instructions(self) -> dict[int, str]:
-        """Instructions that raise UnsupportedInstructionError when executed, by PTX line."""
+        """The instructions that raise UnsupportedInstructionError when they are executed, by PTX line."""
         return dict(self.translation.unsupported)
 
 

@@ -1,4 +1,4 @@
-"""Memory instructions, fences and wgmma as the checks see them."""
+"""Memory instructions, fences and wgmma, as the checks need them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..ptx.instruction import Instruction
 
 @dataclass(eq=False)
 class MemOp:
-    """What a memory instruction says; every execution hands it to the checks."""
+    """A memory instruction; every execution passes it to the checks."""
 
     ins: Instruction
     kind: str  # load, store, atomic
@@ -34,7 +34,7 @@ class MemOp:
 
 @dataclass(frozen=True)
 class Wgmma:
-    """What a wgmma.mma_async says: m64n{n}k16, its elements, and how its operands lie."""
+    """A wgmma.mma_async: m64n{n}k16, its elements, and how its operands lie."""
 
     n: int
     kind: str
@@ -45,7 +45,7 @@ class Wgmma:
 
 @dataclass(frozen=True)
 class Fence:
-    """What a fence says."""
+    """A fence."""
 
     acquire: bool
     release: bool

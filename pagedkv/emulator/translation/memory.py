@@ -1,4 +1,4 @@
-"""Loads, stores, atomics, cp.async, fences and prints; hints, which do nothing."""
+"""Loads, stores, atomics, cp.async, fences and prints, and hints, which do nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names in a kernel's generated code, shared by all of its blocks."""
+"""The names in a kernel's generated code, which all of its blocks share."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Scope:
         self.objects: dict[str, object] = {}
 
     def constant(self, kind: str, value: Any, view: str) -> str:
-        """The name of a constant, a new one on first use."""
+        """The name of a constant, which is made when it is first used."""
         return self.constants.setdefault((kind, value, view), f"c{len(self.constants)}")

@@ -1,4 +1,4 @@
-"""Translates basic blocks into Python that computes on NumPy arrays with an element for each lane.
+"""Translate basic blocks into Python that computes on NumPy arrays with an element for each lane.
 
 A block has a variant for `m is None`, when every lane of the batch is at it, and masked variants. A masked variant
 blends only the registers that lanes waiting elsewhere still need, and writes the others for all lanes, which is much
@@ -17,7 +17,7 @@ from . import arith, convert, logic, matrix, memory, warp, warpgroup
 from .block import BlockTranslator, Handler, UntranslatedError
 from .mem_op import MemOp
 from .scope import Scope
-from .steps import begin_step, end_step
+from .tracing import begin_step, end_step
 
 _HANDLERS: dict[str, Handler] = {
     name: handler
@@ -35,7 +35,7 @@ class Translation:
     ----------
     program : Program
     traced : bool
-        Whether its code tells a tracer of each instruction, before and after it.
+        Whether its code reports each instruction to a tracer, before and after it.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Translation:
         self._traced = traced
         self.uses_wgmma, self._misuses = uses_wgmma(program), misuses(program)
         self.unsupported: dict[int, str] = {}
-        # All blocks now, not when first run: a launch has to know every name in the scope before it starts.
+        # All blocks are translated now, not when they first run: a launch must know every name in the scope to start.
         self._source: dict[tuple[int, int | None], str] = {
             (index, None): self._translate(index, None) for index in range(len(program.blocks))
         }
@@ -104,7 +104,7 @@ class Translation:
             t.emit(f"unsupported({t.object(ins)},{t.mask})")
 
     def code(self, index: int, keep: int | None) -> CodeType:
-        """The code of a variant: of all lanes if `keep` is None, else a masked one that blends the registers `keep`."""
+        """The code of a variant: for all lanes if `keep` is None, else masked and blending the registers `keep`."""
         key = (index, keep)
         if key not in self._code:
             if key not in self._source:

@@ -10,7 +10,7 @@ HANDLERS = Handlers()
 
 
 def _members(t: BlockTranslator, ins: Instruction, mask: str) -> str:
-    """The member mask of an operation, whose lanes have to be in it."""
+    """The member mask of an operation, which must include the lanes that run it."""
     members = t.src(mask, "u32")
     if mask not in FULL_MASKS:
         t.emit(f"member({t.object(ins)},{members},{t.mask})")
@@ -74,7 +74,7 @@ def _bar(t: BlockTranslator, ins: Instruction) -> None:
         t.emit(f"warp_sync({t.object(ins)},{members},{t.mask})")
     elif ins.parts[1] == "cluster":
         raise UntranslatedError
-    elif "red" in ins.parts:  # The scheduler does the reduction; here its operands only get names.
+    elif "red" in ins.parts:  # The scheduler reduces; here the operands only get names.
         t.reg(ins.operands[0], "u32" if "popc" in ins.parts else "pred")
         t.src(ins.operands[-1], "pred")
     for o in ins.operands[1 if "red" in ins.parts else 0 :]:

@@ -1,4 +1,4 @@
-"""What the code of a traced kernel tells of each instruction: the lanes that run it, and the registers it writes."""
+"""What the code of a traced kernel reports of each instruction: the lanes that run it, and the registers it writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..ptx.types import SIZE, VIEW_DTYPE
 from .block import BlockTranslator
 
 _STORES = ("st", "red", "stmatrix")
-_BY_THE_SCHEDULER = ("bar", "barrier")  # which runs them after the code of their block
+_BY_THE_SCHEDULER = ("bar", "barrier")  # the scheduler runs these after the code of their block
 
 
 def begin_step(t: BlockTranslator, ins: Instruction) -> None:
-    """Before an instruction."""
+    """Emit the report before an instruction."""
     t.begin()
     if ins.pred:
         t.guard(ins.pred, ins.negated)
@@ -20,7 +20,7 @@ def begin_step(t: BlockTranslator, ins: Instruction) -> None:
 
 
 def end_step(t: BlockTranslator, ins: Instruction) -> None:
-    """After it."""
+    """Emit the report after an instruction."""
     head = ins.parts[0]
     if head in _BY_THE_SCHEDULER:
         return
@@ -31,7 +31,7 @@ def end_step(t: BlockTranslator, ins: Instruction) -> None:
 
 
 def _shown_as(t: BlockTranslator, ins: Instruction, name: str) -> str:
-    """The type to show a register as: its own if that says more than its size, else what the instruction calls it."""
+    """The type to show a register as: its own if that says more than its size, else that of the instruction."""
     declared = t.scope.registers[name]
     if declared == "pred" or declared[0] == "f":
         return declared
