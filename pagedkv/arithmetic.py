@@ -20,7 +20,7 @@ R = TypeVar("R")
 _Environment = ctypes.c_char * 64  # a fenv_t has 8 to 32 bytes
 
 
-def _of_the_c_library() -> tuple[Callable[[Any], object], Callable[[Any], object], Any]:
+def _find_fenv() -> tuple[Callable[[Any], object], Callable[[Any], object], Any]:
     """Look up fegetenv, fesetenv and FE_DFL_ENV; where the C library has none, return functions that do nothing."""
     try:
         library = ctypes.PyDLL(None)
@@ -33,7 +33,7 @@ def _of_the_c_library() -> tuple[Callable[[Any], object], Callable[[Any], object
         return get, put, ctypes.c_void_p(-1)  # glibc and musl
 
 
-_get_environment, _set_environment, _DEFAULT = _of_the_c_library()
+_get_environment, _set_environment, _DEFAULT = _find_fenv()
 
 # NumPy keeps the errstate in a context variable. Running in a copy of a context is faster than np.errstate, and leaves
 # the caller's errstate alone, so an interrupt cannot leave it changed.

@@ -15,7 +15,7 @@ from .layouts import storage_dtype
 from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
-from .memory.device.stacks import Stacks
+from .memory.device.layer_caches import LayerCaches
 from .memory.guard import consistent, exclusive
 from .memory.pool import BlockPool
 from .memory.prefix.cache import PrefixCache, require_block_size
@@ -190,8 +190,8 @@ class PagedKVCache(Sequences):
             require_block_size(block_size)
         # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
         sizes = num_blocks, block_size, num_kv_heads, head_dim
-        self._stacks = Stacks(arrays, layout, sizes, num_layers, stored)
-        self.k_caches, self.v_caches = self._stacks.k_caches, self._stacks.v_caches
+        self._layer_caches = LayerCaches(arrays, layout, sizes, num_layers, stored)
+        self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
         found = None
         if prefix_cache:
             hooks: dict[str, Any] = {"eviction": eviction, "hash_of": hash_of, "listener": events}
@@ -301,8 +301,8 @@ class PagedKVCache(Sequences):
             The current stream of the device is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
-        plan = self._rows.plan_copying(self._stacks.read, self._rows.plan_append, seqs, n, ids)
-        self._stacks.copy(plan.copies)
+        plan = self._rows.plan_copying(self._layer_caches.read, self._rows.plan_append, seqs, n, ids)
+        self._layer_caches.copy(plan.copies)
         slots = self._arrays.asarray(plan.slots)
         self.pool._commit(plan.writes, undo=lambda: self._plan_take_back(seqs, n))
         return slots
@@ -369,7 +369,7 @@ class PagedKVCache(Sequences):
             raise TypeError(f"name must be a str, got {type(name).__name__}")
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
-        seq, length, writes = self._rows.plan_hold(known_prompt(tokens, salt))
+        seq, length, writes = self._rows.plan_pin(known_prompt(tokens, salt))
         self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
         return length
 
@@ -482,7 +482,7 @@ class PagedKVCache(Sequences):
     @consistent
     def stats(self) -> Stats:
         """How the blocks are used, read at one instant."""
-        return Stats.of(self, self._stacks.block_bytes)
+        return Stats.of(self, self._layer_caches.block_bytes)
 
     @consistent
     def plot(self, width: int = 64) -> str:
@@ -500,18 +500,18 @@ class PagedKVCache(Sequences):
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """The caches of a layer, and the options that say how they are stored."""
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
-        return self._stacks.views[0][layer], self._stacks.views[1][layer], self._options[layer]
+        return self._layer_caches.views[0][layer], self._layer_caches.views[1][layer], self._options[layer]
 
     def _start(
         self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, preempted: bool = False
     ) -> Added:
         """Start a sequence with a prompt, or, if `reserve` is given, with what is found of it; see `add_found`."""
         rows = self._rows
-        plan = rows.plan_copying(self._stacks.read, rows.plan_add, prompt, reserve, preempted=preempted)
+        plan = rows.plan_copying(self._layer_caches.read, rows.plan_add, prompt, reserve, preempted=preempted)
         added = Added(plan.seq, plan.num_cached)
         if last is not None:
             plan.writes.append((last, 0, plan.seq))
-        self._stacks.copy(plan.copies)
+        self._layer_caches.copy(plan.copies)
         self.pool._commit(plan.writes, undo=lambda: rows.plan_free(plan.seq))
         return added
 

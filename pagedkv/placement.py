@@ -43,7 +43,7 @@ class Placement(NamedTuple):
         """Whether the arrays of the call are on the host, so that their values can be validated."""
         return self.backend != "cuda"
 
-    def own(self, x: Optional) -> Optional:
+    def private_copy(self, x: Optional) -> Optional:
         """Copy a small array on the host, so that kernels read what was validated, whatever other threads do.
 
         Arrays on a device are returned as they are, since their values are not validated.

@@ -117,6 +117,6 @@ def test_without_a_c_library_no_setting_is_touched(monkeypatch):
         raise TypeError
 
     monkeypatch.setattr(arithmetic.ctypes, "PyDLL", missing)
-    get, put, default = arithmetic._of_the_c_library()
+    get, put, default = arithmetic._find_fenv()
     get(default)
     put(default)

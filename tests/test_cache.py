@@ -85,7 +85,7 @@ def test_dtypes(dtype, kv_dtype, numpy_dtype, torch_dtype):
 @pytest.mark.parametrize("at_hand", [2**17, 4096])
 def test_append_copies_the_shared_block_in_every_layer(monkeypatch, array_module, layout, dtype, kv_dtype, at_hand):
     """All layers at a time, or with float32 two."""
-    monkeypatch.setattr("pagedkv.memory.device.stacks._AT_HAND", at_hand)
+    monkeypatch.setattr("pagedkv.memory.device.layer_caches._AT_HAND", at_hand)
     cache = make(dtype=dtype, kv_dtype=kv_dtype, layout=layout, array_module=array_module)
     expected = fill(cache)
     seq = cache.add(P + 3).seq

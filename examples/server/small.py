@@ -97,7 +97,7 @@ class SmallEngine:
             logits = self.model.forward(step.tokens, attend, step.batch.query_starts[1:] - 1, in_tiles)
             sampled = {*step.sampled.tolist()}
             rows = zip(step.requests.tolist(), logits, strict=True)
-            made = [one for request, row in rows if (one := self._made(request, row, request in sampled))]
+            made = [one for request, row in rows if (one := self._draw(request, row, request in sampled))]
         except BaseException:
             self.scheduler.drop()
             raise
@@ -115,7 +115,7 @@ class SmallEngine:
                 del self._asked[one.request]
         return made
 
-    def _made(self, request: int, logits: np.ndarray, is_sampled: bool) -> Sampled | None:
+    def _draw(self, request: int, logits: np.ndarray, is_sampled: bool) -> Sampled | None:
         """Draw the next token of a request from the logits of its last row; None if its prompt is not done."""
         asked, num_cached = self._asked[request], self.scheduler.num_cached(request)
         try:

@@ -28,7 +28,7 @@ UNUSABLE = (
 )
 
 T = TypeVar("T")
-_said: set[tuple[Path | None, str]] = set()  # the warnings so far, each with its folder
+_warned: set[tuple[Path | None, str]] = set()  # the warnings so far, each with its folder
 
 
 def hash_of_sources(*paths: Path) -> bytes:
@@ -109,16 +109,18 @@ class Store:
             return None
         if self.directory is None:
             if make:
-                _say(None, "compiled kernels are kept nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR")
+                _warn_once(
+                    None, "compiled kernels are kept nowhere, for there is no home directory: set PAGEDKV_CACHE_DIR"
+                )
             return None
         try:
             private_folder.require_private(self.directory, make=make)
             return use(self.directory / (digest.hex()[:40] + self._suffix))
         except RefusedError as refused:
-            _say(self.directory, DAMAGED if refused.path.parent == self.directory else REFUSED, refused)
+            _warn_once(self.directory, DAMAGED if refused.path.parent == self.directory else REFUSED, refused)
         except OSError as error:
             if make:  # nothing to load is no fault
-                _say(self.directory, UNUSABLE, error.strerror)
+                _warn_once(self.directory, UNUSABLE, error.strerror)
         return None
 
     def _drop_oldest(self, newest: Path) -> None:
@@ -135,8 +137,8 @@ class Store:
                     path.unlink()
 
 
-def _say(directory: Path | None, text: str, *args: object) -> None:
+def _warn_once(directory: Path | None, text: str, *args: object) -> None:
     """Log a warning once for all stores in a folder, which has a directory for each kind of kernels."""
-    if (about := (directory and directory.parent, text)) not in _said:
-        _said.add(about)
+    if (about := (directory and directory.parent, text)) not in _warned:
+        _warned.add(about)
         logging.getLogger("pagedkv").warning(text, *filter(None, (directory,)), *args)

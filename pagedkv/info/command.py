@@ -45,22 +45,22 @@ def run(*, progress: Callable[[str], Any]) -> list[Row]:
         A row for each fact, then one for each use.
     """
     progress("looking at what is installed")
-    driver = _answer(find_driver)
+    driver = _probe(find_driver)
     facts = {
         "pagedkv": __version__,
         "Python": f"{platform.python_version()} on {platform.platform()}",
-        "threads": _answer(lambda: f"{get_num_threads()} of {os.cpu_count()} cores"),
+        "threads": _probe(lambda: f"{get_num_threads()} of {os.cpu_count()} cores"),
         **{package: found for package in PACKAGES if (found := _version_of(package))},
-        "CUDA driver": _said_of(driver),
+        "CUDA driver": _describe_driver(driver),
         **{f"GPU {i}": gpu for i, gpu in enumerate(driver.gpus if isinstance(driver, Driver) else [])},
-        "CUDA compiler": _answer(_compiler),
-        **{f"{kind} kernels kept in": _answer(_cache, kind) for kind in ("cpu", "cuda")},
+        "CUDA compiler": _probe(_compiler),
+        **{f"{kind} kernels kept in": _probe(_cache, kind) for kind in ("cpu", "cuda")},
     }
     uses = {
-        "NumPy arrays, on the CPU": _answer(_cpu),
-        **{use: _answer(_imported, *needed) for use, needed in EXTRAS.items()},
-        "CuPy and torch arrays, on a GPU": _answer(_gpu, driver),
-        'backend="emulator"': _answer(_emulator),
+        "NumPy arrays, on the CPU": _probe(_cpu),
+        **{use: _probe(_imported, *needed) for use, needed in EXTRAS.items()},
+        "CuPy and torch arrays, on a GPU": _probe(_gpu, driver),
+        'backend="emulator"': _probe(_emulator),
     }
     return [
         *({"what": name, "here": fact} for name, fact in facts.items()),
@@ -68,7 +68,7 @@ def run(*, progress: Callable[[str], Any]) -> list[Row]:
     ]
 
 
-def _answer(probe: Callable[..., Any], *args: Any) -> Any:
+def _probe(probe: Callable[..., Any], *args: Any) -> Any:
     """The result of a probe, or the message of its error."""
     try:
         return probe(*args)
@@ -85,7 +85,7 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _said_of(driver: Any) -> str:
+def _describe_driver(driver: Any) -> str:
     if driver is None:
         return f"none ({LIBRARY} is not found)"
     return f"for CUDA {driver.version[0]}.{driver.version[1]}" if isinstance(driver, Driver) else str(driver)

@@ -49,7 +49,7 @@ def plan_writable(
     copied = dropped = forgotten = NO_BLOCKS
     if np.count_nonzero(shared):
         owners = np.flatnonzero(shared & ~replaced)
-        copied = owners[pool._gives_up(blocks[owners])]
+        copied = owners[pool._must_copy(blocks[owners])]
         dropped = blocks[copied]
         replaced[copied] = True
     if pool._prefix_cache is not None and np.count_nonzero(pool._prefix_cache.is_findable(blocks)):

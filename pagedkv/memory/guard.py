@@ -20,17 +20,17 @@ class Guard:
         The thread that holds it.
     changing : bool
         Whether the holder is in a mutation.
-    is_parents : bool
+    is_forked : bool
         Whether this process was forked from the one that made the guard. Another thread may have been in the middle of
         a call then, and does not exist in the child.
     """
 
-    __slots__ = ("__weakref__", "changing", "holder", "is_parents", "lock")
+    __slots__ = ("__weakref__", "changing", "holder", "is_forked", "lock")
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.holder: int | None = None
-        self.changing = self.is_parents = False
+        self.changing = self.is_forked = False
         _guards.add(self)
 
 
@@ -39,7 +39,7 @@ _guards: WeakSet[Guard] = WeakSet()
 
 def _disown() -> None:
     for guard in _guards:
-        guard.is_parents = True
+        guard.is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
@@ -91,7 +91,7 @@ def _guarded(method: Method[Self, P, R], changes: bool, nests: bool) -> Method[S
     @wraps(method)
     def guarded(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         guard, thread = self._guard, get_ident()
-        if guard.is_parents:
+        if guard.is_forked:
             raise RuntimeError(
                 f"{method.__name__} called in a child of the process that made this pool: make a new pool in the child"
             )

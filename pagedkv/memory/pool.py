@@ -148,7 +148,7 @@ class BlockPool(Guarded):
         TypeError, ValueError
             `blocks` is not a one-dimensional array, list or tuple of ints.
         """
-        gained = self._known(blocks)
+        gained = self._valid_ids(blocks)
         dead = self._refs[gained] < 1
         if dead.any():
             raise KeyError(f"block {gained[dead][0]} has no reference")
@@ -170,7 +170,7 @@ class BlockPool(Guarded):
         TypeError, ValueError
             `blocks` is not a one-dimensional array, list or tuple of ints.
         """
-        self._commit(self._plan(dropped=self._known(blocks))[1])
+        self._commit(self._plan(dropped=self._valid_ids(blocks))[1])
 
     @consistent
     def check(self) -> None:
@@ -190,7 +190,7 @@ class BlockPool(Guarded):
             must_hold(not cached[free].any(), "a free block can be found")
             self._prefix_cache.check(self._refs)
 
-    def _known(self, blocks: Any) -> Array:
+    def _valid_ids(self, blocks: Any) -> Array:
         ids = as_ints("blocks", blocks)
         wrong = (ids < 0) | (ids >= self.num_blocks)
         if wrong.any():
@@ -253,7 +253,7 @@ class BlockPool(Guarded):
             if stored is not None:
                 forgotten = joined(forgotten, stored.forgotten)
             if len(forgotten):
-                forgotten = joined(forgotten, cache.behind(forgotten))
+                forgotten = joined(forgotten, cache.descendants(forgotten))
             blank = forgotten[self._refs[forgotten] == 0] if len(forgotten) else NO_BLOCKS
             if len(blank) and len(leaving):
                 blank = blank[~self._tally.among(blank, leaving)]
@@ -266,7 +266,7 @@ class BlockPool(Guarded):
                     chosen, left = cache.eviction.plan_leave(used_again.copy(), num_evicted)
                     evicted = np.array(chosen, np.int64)
                     self._require_evictable(evicted, num_evicted, used_again, cache)
-                    if len(behind := cache.behind(joined(forgotten, evicted))):
+                    if len(behind := cache.descendants(joined(forgotten, evicted))):
                         blank, forgotten = joined(blank, behind), joined(forgotten, behind)
                         _, left = cache.eviction.plan_leave(np.concatenate([used_again, evicted, behind]), 0)
                 forgotten = joined(forgotten, evicted)
@@ -357,7 +357,7 @@ class BlockPool(Guarded):
                     commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])
                 raise
 
-    def _gives_up(self, blocks: Array) -> npt.NDArray[np.bool]:
+    def _must_copy(self, blocks: Array) -> npt.NDArray[np.bool]:
         """Which owners must copy their block before they write to it; owner i holds blocks[i].
 
         Every owner copies, except the last one if no other sequence holds the block.

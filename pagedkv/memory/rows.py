@@ -164,7 +164,7 @@ class SequenceRows:
             read(planned.copies)
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
-    def plan_hold(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
+    def plan_pin(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
         """Start a sequence of the found blocks alone: its handle, its length, and what to store."""
         [row], [seq], writes = self.handles.plan_issue(1)
         if self.chains is None or prompt.tokens is None:

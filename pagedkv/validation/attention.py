@@ -77,7 +77,9 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     score_mod = python_function(a.score_mod)
     capacity = views["block_tables"].shape[1] * geometry.block_size
     max_seq_len = capacity if a.max_seq_len is None else min(_max_seq_len(a.max_seq_len), capacity)
-    alibi_slopes, sinks, leftpad = (placement.own(views.get(name)) for name in ("alibi_slopes", "sinks", "leftpad"))
+    alibi_slopes, sinks, leftpad = (
+        placement.private_copy(views.get(name)) for name in ("alibi_slopes", "sinks", "leftpad")
+    )
     k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kind, placement)
     options = AttentionOptions(
         scale, window, window_right, softcap, alibi_slopes, sinks, leftpad, views.get("mask"), score_mod
@@ -88,17 +90,17 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
 
     block_tables, seq_lens, query_starts = views["block_tables"], views["seq_lens"], views.get("query_starts")
     if placement.on_host:
-        seq_lens = placement.own(seq_lens)
+        seq_lens = placement.private_copy(seq_lens)
         longest = values.seq_lens(seq_lens, max_seq_len, capacity)
         if query_starts is not None:
-            query_starts = placement.own(query_starts)
+            query_starts = placement.private_copy(query_starts)
             values.query_starts(query_starts, seq_lens, len(q))
             if leftpad is not None:
                 values.leftpad(leftpad, seq_lens)
             if options.mask is not None:
                 values.mask(options.mask, query_starts, seq_lens)
         num_used = -(-longest // geometry.block_size)
-        block_tables = placement.own(placement.columns(block_tables, num_used))
+        block_tables = placement.private_copy(placement.columns(block_tables, num_used))
         used = block_tables[:, :num_used]
         values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks)
     spec = cache_spec(a.layout, kind, geometry)

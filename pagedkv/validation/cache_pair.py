@@ -110,7 +110,7 @@ def _scale(name: str, value: Any, views: Mapping[str, Array], kind: str, placeme
     number = scale_of(name, value, views.get(name), kind)
     if number is not None:
         return number
-    scales: Array = placement.own(views[name])
+    scales: Array = placement.private_copy(views[name])
     if placement.on_host:
         values.scales(name, scales)
     return scales

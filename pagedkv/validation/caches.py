@@ -84,7 +84,7 @@ def write_call(
         require.no_overlap(name, cache, views.items())
     k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
     if placement.on_host:
-        slots = placement.own(slots)
+        slots = placement.private_copy(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
     rotation = _rotation(views, placement, slots, rotary_dim, interleaved) if rotates else None
     spec = cache_spec(layout, kind, geometry)
@@ -117,7 +117,7 @@ def _rotation(
     tables.require_rotary_dim(rotary_dim, cos, views["k"].shape[2])
     if placement.on_host:
         tables.require_columns_once(cos, sin, rotary_dim)
-        positions = placement.own(positions)
+        positions = placement.private_copy(positions)
         values.positions(positions, len(cos), slots >= 0)
     return Rotation(cos, sin, positions, interleaved)
 
@@ -154,7 +154,7 @@ def gather_call(
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
     if placement.on_host:
         num_used = -(-length // geometry.block_size)
-        block_table = placement.own(placement.columns(block_table, num_used))
+        block_table = placement.private_copy(placement.columns(block_table, num_used))
         used, lengths = block_table[None, :num_used], np.array([length])
         values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
     spec = cache_spec(layout, kind, geometry)
@@ -182,7 +182,7 @@ def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> Cop
     _require_no_overlap(list(zip(names, caches, strict=True)))
     require.strides("pairs", pairs)
     if placement.on_host:
-        pairs = placement.own(pairs)
+        pairs = placement.private_copy(pairs)
         values.pairs(pairs, num_blocks, num_blocks, one_pool=True)
     return CopyCall(placement, caches, pairs, require.check(None))
 
@@ -222,7 +222,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     _require_no_overlap(written, read)
     require.strides("pairs", pairs)
     if not isinstance(pairs, Shadow):
-        pairs = pairs.copy()  # as Placement.own, of a call that may have its caches on a device
+        pairs = pairs.copy()  # as Placement.private_copy, of a call that may have its caches on a device
         values.pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
     return SwapCall(placement, copies, pairs, require.check(None))
 

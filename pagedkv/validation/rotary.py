@@ -52,7 +52,7 @@ def rotary_call(
     tables.require_rotary_dim(rotary_dim, cos, q.shape[2])
     if placement.on_host:
         tables.require_columns_once(cos, sin, rotary_dim)
-        positions = placement.own(positions)
+        positions = placement.private_copy(positions)
         values.positions(positions, len(cos))
     results = (views["out[0]"], views.get("out[1]")) if outs else None
     return RotaryCall(placement, q, views.get("k"), cos, sin, positions, results, interleaved, checked)

@@ -1,7 +1,6 @@
 """Validation of the values of arrays on the host; those on a device are only read by kernels with ``check=True``.
 
-The arrays are copies (`Placement.own`) that kernels will read, since another thread may write to the caller's arrays
-at any time.
+The arrays are private copies that kernels will read, since another thread may write to the caller's arrays at any time.
 """
 
 from __future__ import annotations

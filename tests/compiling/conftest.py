@@ -15,6 +15,6 @@ def store(tmp_path):
 
 @pytest.fixture
 def warnings_logged(monkeypatch, caplog):
-    monkeypatch.setattr(kernel_cache, "_said", set())
+    monkeypatch.setattr(kernel_cache, "_warned", set())
     with caplog.at_level(logging.WARNING, "pagedkv"):
         yield lambda: [record.getMessage() for record in caplog.records]

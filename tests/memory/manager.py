@@ -22,7 +22,7 @@ Manager = BlockPool | SequenceTable | PagedKVCache
 
 PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU)
 NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
-NO_STATE |= {"_stacks"}  # what k_caches and v_caches are views of
+NO_STATE |= {"_layer_caches"}  # what k_caches and v_caches are views of
 NO_STATE |= {"_known", "_last_step", "_num_changes"}  # what follows from other state, and how often that has changed
 
 

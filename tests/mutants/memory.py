@@ -83,8 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "append: blocks are copied after the commit",
-        "        self._stacks.copy(plan.copies)\n        slots",
-        "        self.pool._commit(plan.writes)\n        self._stacks.copy(plan.copies)\n        slots",
+        "        self._layer_caches.copy(plan.copies)\n        slots",
+        "        self.pool._commit(plan.writes)\n        self._layer_caches.copy(plan.copies)\n        slots",
         TRANSACTION + "test_an_interrupted_mutation_has_changed_everything_or_nothing[append 1]",
     ),
     Mutant(

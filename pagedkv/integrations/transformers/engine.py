@@ -51,8 +51,8 @@ def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
             )
         self._is_busy = True
         try:
-            if self._is_torn:
-                self._mend()
+            if self._is_interrupted:
+                self._recover()
             return method(self, *args, **kwargs)
         finally:
             self._is_busy = False
@@ -188,10 +188,10 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
-        self._left: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
-        self._made: list[Sampled] = []  # computed, and not yet returned by `step`
+        self._dropped: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
+        self._results: list[Sampled] = []  # computed, and not yet returned by `step`
         self._is_busy = False  # in the middle of a call
-        self._is_torn = False  # a call began to change the scheduler, and did not end
+        self._is_interrupted = False  # a call began to change the scheduler, and did not end
 
     def __repr__(self) -> str:
         return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
@@ -271,17 +271,17 @@ class Engine:
         number = self._add(request, priority, salt)
         # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
-        self._is_torn = False
+        self._is_interrupted = False
         return number
 
     @_one_at_a_time
     def _add(self, request: EngineRequest, priority: int, salt: str | bytes | None) -> int:
-        self._is_torn = True
+        self._is_interrupted = True
         try:
             ids: Any = request.prompt
             return self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
         except Exception:
-            self._is_torn = False  # refused
+            self._is_interrupted = False  # refused
             raise
 
     @_one_at_a_time
@@ -297,9 +297,9 @@ class Engine:
         """
         if request not in self._requests:
             raise KeyError(f"no request {request}: it has ended or was never added")
-        self._is_torn = True
+        self._is_interrupted = True
         self._end(request)
-        self._is_torn = False
+        self._is_interrupted = False
 
     def step(self) -> list[Sampled]:
         """Run one step.
@@ -316,20 +316,20 @@ class Engine:
         RuntimeError
             Called in the middle of another call.
         """
-        if not self._made:
-            self._compute()
+        if not self._results:
+            self._run_step()
         # From here on no interrupt can come before the caller has the tokens: it gets each of them once.
-        made, self._made = self._made, []
+        made, self._results = self._results, []
         return made
 
     def run(self) -> Iterator[Sampled]:
         """Run steps and yield the results until no request is left; more may be added meanwhile."""
-        while self._made or self._requests:
-            if not self._made:
-                self._compute()
-            while self._made:
+        while self._results or self._requests:
+            if not self._results:
+                self._run_step()
+            while self._results:
                 # Remove them one by one: after a break or an interrupt, the next step returns the others.
-                first, self._made = self._made[0], self._made[1:]
+                first, self._results = self._results[0], self._results[1:]
                 yield first
 
     def tokens(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[int]:
@@ -376,38 +376,38 @@ class Engine:
         number = self.add(prompt, max_tokens, **options)
         try:
             request = self._requests[number]
-            return Stream(request, items_of(request), self._compute_aside, partial(self._left.append, number))
+            return Stream(request, items_of(request), self._step_for_streams, partial(self._dropped.append, number))
         except BaseException:  # an interrupt: the caller will not get the stream
-            self._left.append(number)
+            self._dropped.append(number)
             raise
 
-    def _compute_aside(self) -> None:
+    def _step_for_streams(self) -> None:
         """Run a step whose results go to streams only, not to `step`."""
-        made = self._made
+        made = self._results
         try:
-            self._compute()
+            self._run_step()
         finally:
-            self._made = made
+            self._results = made
 
     @_one_at_a_time
-    def _compute(self) -> None:
-        self._is_torn = True
-        while self._left:
-            if self._left[0] in self._requests:
-                self._end(self._left[0])
-            self._left.popleft()
+    def _run_step(self) -> None:
+        self._is_interrupted = True
+        while self._dropped:
+            if self._dropped[0] in self._requests:
+                self._end(self._dropped[0])
+            self._dropped.popleft()
         try:
             if step := self.scheduler.schedule():
                 made, writes, tokens = self._choose(step)
         except Exception:
             self.scheduler.drop()
-            self._is_torn = False
+            self._is_interrupted = False
             raise
         if step:
             # From here on the tokens count as chosen, even if the scheduler fails.
-            commit([*writes, (vars(self), "_made", self._made + made)])
+            commit([*writes, (vars(self), "_results", self._results + made)])
             self._update(step, tokens, made)
-        self._is_torn = False
+        self._is_interrupted = False
 
     def _choose(self, step: Step) -> tuple[list[Sampled], list[Write], list[int]]:
         """Run the model and choose tokens: the results, what to store, and the tokens of `step.sampled`."""
@@ -453,11 +453,11 @@ class Engine:
         self.scheduler.abort(number)
         del self._requests[number]
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Recover from an interrupted call: all requests wait, and are computed again with the tokens they have."""
         self._requests = {number: request for number, request in self._requests.items() if not request.reason}
         self.scheduler.restart({number: request.all_tokens for number, request in self._requests.items()})
-        self._is_torn = False
+        self._is_interrupted = False
 
     def _logits(self, step: Step) -> torch.Tensor:
         """Compute logits of the last row of each request, (num_seqs, vocab_size); NaN if any of its rows is not finite.

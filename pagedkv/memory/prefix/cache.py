@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ...commit import Write
 from ..arguments import require_callable
 from ..ids import NO_BLOCKS, Int64Array, must_hold
-from .digests import Digests, Hash, as_array, blake2b_128, chained, each, returning_digests
+from .digests import Digests, Hash, blake2b_128, checked_hash, hash_chain, hash_each, pack
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
@@ -103,8 +103,8 @@ class PrefixCache:
         self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._last_serial = np.array([0])
         # The block last stored behind each block; by now it may hold something else. The last entry is NO_BLOCK's.
-        self._behind = np.full(num_blocks + 1, NO_BLOCK)
-        self._hash_of = hash_of if hash_of is blake2b_128 else returning_digests(hash_of)
+        self._last_child = np.full(num_blocks + 1, NO_BLOCK)
+        self._hash_of = hash_of if hash_of is blake2b_128 else checked_hash(hash_of)
         self._listener, self._medium = listener, medium
         self._outbox: list[list[Event]] = [[]]
 
@@ -112,7 +112,7 @@ class PrefixCache:
         """Which blocks can be found, (n,) bool."""
         return self._serials.take(blocks) != 0
 
-    def behind(self, blocks: Int64Array) -> Int64Array:
+    def descendants(self, blocks: Int64Array) -> Int64Array:
         """The other blocks that can only be found behind some of these, in O(N log N); (n,) int64."""
         # Mostly there are none, and for a few blocks that is quick to see.
         if len(blocks) <= _FEW and not any(np.count_nonzero(self._parents == x) for x in self._serials[blocks]):
@@ -149,35 +149,35 @@ class PrefixCache:
         block = self._index.find_one(self._hash_of(root + rows[0].tobytes()))
         if block == NO_BLOCK:
             return NO_BLOCKS
-        blocks, above, more = NO_BLOCKS, _root_numbers(as_array([root])), _FASTER
+        blocks, above, more = NO_BLOCKS, _root_numbers(pack([root])), _FASTER
         while block != NO_BLOCK:
-            run = self._run(block, min(more, num_full - len(blocks)))
-            matching = self._matching(run, above, rows[len(blocks) :])
+            run = self._last_descendants(block, min(more, num_full - len(blocks)))
+            matching = self._until_mismatch(run, above, rows[len(blocks) :])
             blocks = np.concatenate([blocks, matching])
             if len(matching) < len(run) or len(blocks) == num_full:
                 break
-            block, above, more = int(self._behind[blocks[-1]]), self._serials.take(blocks[-1:]), more * _FASTER
+            block, above, more = int(self._last_child[blocks[-1]]), self._serials.take(blocks[-1:]), more * _FASTER
         more = 1
         while 0 < len(blocks) < num_full:
             above, behind = blocks[-1:], rows[len(blocks) : len(blocks) + more]
             contents = behind.view(self._contents.dtype).reshape(-1).tolist()
-            digests = chained(self._hash_of, self._index.digests(above).tobytes(), contents)
-            found, _ = self._index.find(as_array(digests))
-            matching = self._matching(found, self._serials.take(above), behind)
+            digests = hash_chain(self._hash_of, self._index.digests(above).tobytes(), contents)
+            found, _ = self._index.find(pack(digests))
+            matching = self._until_mismatch(found, self._serials.take(above), behind)
             blocks = np.concatenate([blocks, matching])
             if len(matching) < len(found):
                 break
             more *= _FASTER
         return blocks
 
-    def _run(self, block: int, most: int) -> Int64Array:
+    def _last_descendants(self, block: int, most: int) -> Int64Array:
         """A block and the chain of blocks last stored behind it, which covers all of a repeated text."""
-        run, behind = array("q", [block]), self._behind.data
+        run, behind = array("q", [block]), self._last_child.data
         while len(run) < most and (block := behind[block]) != NO_BLOCK:
             run.append(block)
         return np.frombuffer(run, np.int64)
 
-    def _matching(self, blocks: Int64Array, parent: Int64Array, rows: npt.NDArray[np.int32]) -> Int64Array:
+    def _until_mismatch(self, blocks: Int64Array, parent: Int64Array, rows: npt.NDArray[np.int32]) -> Int64Array:
         """Cut blocks off at the first that cannot be found, does not follow the one before, or holds other tokens."""
         serials, rows = self._serials.take(blocks), rows[: len(blocks)]
         follows = self._parents.take(blocks) == np.concatenate([parent, serials[:-1]])
@@ -193,7 +193,7 @@ class PrefixCache:
         Only the block stored last is looked at: where many texts share a beginning, every block behind it holds the
         rest of that beginning.
         """
-        behind = int(self._behind[block])
+        behind = int(self._last_child[block])
         if behind == NO_BLOCK or not self._serials[behind] or self._parents[behind] != self._serials[block]:
             return NO_BLOCK, 0
         most = min(len(tokens), self.block_size - 1)
@@ -231,15 +231,15 @@ class PrefixCache:
             np.copyto(parents_above, _root_numbers(roots), where=is_first)
         contents, digests = self._contents.take(blocks).tolist(), []
         if counts is None:
-            digests = each(self._hash_of, map(add, heads.tolist(), contents))
+            digests = hash_each(self._hash_of, map(add, heads.tolist(), contents))
             parents, blocks_above = parents_above, above
         else:
             firsts, behind = _firsts(blocks, counts), iter(contents)
             for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
-                digests += chained(self._hash_of, head, islice(behind, count))
+                digests += hash_chain(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, to_store, kept, forgotten, stored = as_array(digests), blocks, blocks, NO_BLOCKS, None
+        keys, to_store, kept, forgotten, stored = pack(digests), blocks, blocks, NO_BLOCKS, None
         found, places = self._index.find(keys)
         are_distinct = self._index.are_distinct(places)  # then the digests differ, too
         if found[found.argmax()] != NO_BLOCK or not (are_distinct or len({*digests}) == len(digests)):
@@ -316,7 +316,7 @@ class PrefixCache:
                 *self._index.plan(removed, stored.blocks, stored.digests, stored.places),
                 (self._serials, stored.blocks, stored.serials),
                 (self._parents, stored.blocks, stored.parents),
-                (self._behind, stored.above, stored.blocks),
+                (self._last_child, stored.above, stored.blocks),
                 (self._last_serial, 0, last),
             ]
         return [*writes, *self._plan_events(events)]
@@ -384,7 +384,7 @@ class PrefixCache:
         """Whether blocks can be found one after another, the first one behind the root."""
         serials, parents = self._serials[blocks], self._parents[blocks]
         return bool(
-            (serials != 0).all() and (parents == [*_root_numbers(as_array([root])), *serials[:-1]][: len(blocks)]).all()
+            (serials != 0).all() and (parents == [*_root_numbers(pack([root])), *serials[:-1]][: len(blocks)]).all()
         )
 
     def _rows(self) -> npt.NDArray[np.int32]:

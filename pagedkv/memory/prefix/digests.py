@@ -25,7 +25,7 @@ def blake2b_128(data: bytes) -> bytes:
     return state.digest()
 
 
-def as_array(digests: list[bytes]) -> Digests:
+def pack(digests: list[bytes]) -> Digests:
     """Pack digests into one array."""
     return np.frombuffer(b"".join(digests), DIGEST)
 
@@ -45,7 +45,7 @@ def root_digest(salt: str | bytes | None) -> bytes:
     return blake2b_128(salt if isinstance(salt, bytes) else salt.encode("utf-8", "surrogatepass"))
 
 
-def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
+def hash_chain(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[bytes]:
     """The digests of successive blocks of one sequence.
 
     Parameters
@@ -70,7 +70,7 @@ def chained(hash_of: Hash, parent: bytes, contents: Iterable[bytes]) -> list[byt
     return digests
 
 
-def each(hash_of: Hash, contents: Iterable[bytes]) -> list[bytes]:
+def hash_each(hash_of: Hash, contents: Iterable[bytes]) -> list[bytes]:
     """The digest of each content."""
     if hash_of is not blake2b_128:
         return [hash_of(content) for content in contents]
@@ -82,7 +82,7 @@ def each(hash_of: Hash, contents: Iterable[bytes]) -> list[bytes]:
     return digests
 
 
-def returning_digests(hash_of: Hash) -> Hash:
+def checked_hash(hash_of: Hash) -> Hash:
     """Wrap a hash function to raise TypeError or ValueError unless it returns NUM_BYTES bytes."""
 
     def digest_of(data: bytes) -> bytes:

@@ -50,7 +50,7 @@ def finish(engine):
             engine.cache.check()
     assert engine.cache.stats().used == 0
     assert not engine._requests
-    assert not engine._left
+    assert not engine._dropped
     return tokens, reasons
 
 

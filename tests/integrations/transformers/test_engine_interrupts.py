@@ -96,9 +96,9 @@ class Disturbed:
 
     def containers_are_bounded(self):
         engine = self.engine
-        assert engine._is_torn or engine._requests.keys() == engine.scheduler._requests.keys()
-        assert len(engine._left) <= len(engine._requests)
-        assert len(engine._made) <= engine.cache.max_seqs
+        assert engine._is_interrupted or engine._requests.keys() == engine.scheduler._requests.keys()
+        assert len(engine._dropped) <= len(engine._requests)
+        assert len(engine._results) <= engine.cache.max_seqs
 
 
 def disturb(model, alone, seed):

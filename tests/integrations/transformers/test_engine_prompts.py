@@ -242,7 +242,7 @@ def test_a_call_in_the_middle_of_another_one(engine, said):
 def test_leaving_run_loses_no_token(engine):
     requests = [engine.add(PROMPT, 3) for _ in range(3)]
     seen = []
-    while engine.scheduler.num_running or engine.scheduler.num_waiting or engine._made:
+    while engine.scheduler.num_running or engine.scheduler.num_waiting or engine._results:
         for made in engine.run():
             seen.append(made)
             break

@@ -286,14 +286,14 @@ def copying(request):
 
 def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
     cache, call = copying
-    copy = cache._stacks.copy
+    copy = cache._layer_caches.copy
 
     def cut_short(copies):
         copy(copies)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache._stacks, "copy", cut_short)
+        patch.setattr(cache._layer_caches, "copy", cut_short)
         with pytest.raises(KeyboardInterrupt):
             call()
     cache.check()
@@ -313,7 +313,7 @@ def test_a_copy_that_cannot_begin_changes_nothing(monkeypatch, copying):
 
     cache, call = copying
     with monkeypatch.context() as patch:
-        patch.setattr(cache._stacks, "both", tuple(stack.view(Full) for stack in cache._stacks.both))
+        patch.setattr(cache._layer_caches, "both", tuple(stack.view(Full) for stack in cache._layer_caches.both))
         with refused(cache, MemoryError, "injected"):
             call()
     assert cache.find([1, 2, 3, 4, 5]) == 4

@@ -1,4 +1,4 @@
-"""Stacks: K and V of all layers."""
+"""LayerCaches: K and V of all layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .arrays import Arrays
 _AT_HAND = 2**17  # bytes: what malloc gives without asking the system
 
 
-class Stacks:
+class LayerCaches:
     """K and V of all layers, in one allocation each, zero at first.
 
     Parameters
