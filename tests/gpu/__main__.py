@@ -53,7 +53,7 @@ class Commands:
         self.is_dry, self.dry = is_dry, ["--dry"] if is_dry else []
 
     def environment(self) -> Step:
-        return Step("environment", 20, python("-c", ENVIRONMENT, *self.dry), required=True)
+        return Step("environment", 45, python("-c", ENVIRONMENT, *self.dry), required=True)
 
     def pytest(self, *args: str, markers: str, workers: int) -> list[str]:
         """Tests that launch on the GPU; each has a limit of time, and a warning is no error."""
@@ -77,11 +77,11 @@ def first(is_dry: bool) -> list[Step]:
     facts = "nvidia-smi", f"{sys.executable} -m pip freeze", f"{sys.executable} -m pagedkv info"
     right = "tests/gpu/test_families.py", "tests/test_on_a_gpu.py"
     return [
-        Step("machine", 15, ["bash", "-c", "; ".join(facts)]),
+        Step("machine", 20, ["bash", "-c", "; ".join(facts)]),
         commands.environment(),
-        Step("right", 140, commands.pytest(*right, markers=USUAL, workers=12)),
-        Step("decode", 30, commands.speeds("decode")),
-        Step("prefill", 45, commands.speeds("prefill")),
+        Step("right", 130, commands.pytest(*right, markers=USUAL, workers=12)),
+        Step("decode", 25, commands.speeds("decode")),
+        Step("prefill", 40, commands.speeds("prefill")),
     ]
 
 
@@ -105,8 +105,8 @@ def second(is_dry: bool) -> list[Step]:
         Step("launch", 25, bench("decode", "launch", subjects=own)),
         Step("prefill", 45, bench("prefill", "prompt", "verify", subjects=["prefill NHD", "SDPA", "FlashAttention 2"])),
         Step("races", 45, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
-        Step("ncu decode", 20, commands.under(COUNTERS.format("split"), commands.speeds("decode")), counted),
-        Step("ncu prefill", 20, commands.under(COUNTERS.format("prefill"), commands.speeds("prefill")), counted),
+        Step("ncu decode", 30, commands.under(COUNTERS.format("split"), commands.speeds("decode")), counted),
+        Step("ncu prefill", 30, commands.under(COUNTERS.format("prefill"), commands.speeds("prefill")), counted),
         Step("late", 20, commands.pytest("tests/emulator/machine/test_warp.py", markers="late", workers=2)),
         Step("peers", 70, bench("decode", "headline", "one", subjects=[*own, *compiled])),
         Step("same", 400, commands.pytest("tests/kernels/same", markers="not late", workers=16)),

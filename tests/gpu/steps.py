@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 from . import results
 
 PACK_SECONDS = 15.0
-GRACE = 8.0  # seconds after Ctrl-C in which a step says what it has
+GRACE = 8.0  # seconds after Ctrl-C in which a step says what it has, or a quarter of its time
 LEAST = 5.0  # seconds with which no step begins
 
 
@@ -78,7 +78,7 @@ class Run:
                 return "cannot begin"
         try:
             while process.poll() is None and monotonic() < end:
-                if not interrupted and monotonic() > end - min(GRACE, seconds / 2):
+                if not interrupted and monotonic() > end - min(GRACE, seconds / 4):
                     interrupted = True
                     os.killpg(process.pid, signal.SIGINT)
                 if monotonic() > self._packed + PACK_SECONDS:

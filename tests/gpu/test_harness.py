@@ -97,7 +97,7 @@ def test_each_step_has_an_end_and_leaves_what_it_had(out):
 
 def test_a_run_ends_in_time_though_its_steps_do_not(out, monkeypatch):
     """What has been written by then is packed while a step runs."""
-    monkeypatch.setattr(steps, "LEAST", 1.5)
+    monkeypatch.setattr(steps, "LEAST", 1)
     monkeypatch.setattr(steps, "PACK_SECONDS", 0.1)
     run, packed = Run(out, {"logs": out / "logs"}, 2), []
     pack = run.pack
