@@ -90,7 +90,7 @@ def test_the_reference_computes_whatever_the_errstate():
         np.testing.assert_array_equal(reference.decode_attention(*arguments), expected)
 
 
-def test_settings_are_as_before_after_a_call_and_after_an_exception():
+def test_settings_are_restored_after_a_call_and_after_an_exception():
     def state():
         """Where numbers are rounded to, whether denormals are flushed, and the errstate."""
         one, tiny = np.ones(1, np.float32), np.array([np.float32(1e-40)])

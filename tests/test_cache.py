@@ -359,7 +359,7 @@ def test_what_there_is_room_for():
         cache.can_add(1, reserve=-1)
 
 
-def test_blocks_that_are_found_need_room_only_if_nobody_has_them():
+def test_found_blocks_need_room_only_if_no_sequence_holds_them():
     cache = make()
     tokens = list(range(40))
     seq = cache.add(tokens).seq
@@ -501,7 +501,7 @@ def test_write_and_attend_know_how_the_cache_is_stored(layout, kv_dtype, scales)
         (lambda c: make(k_scale=[1.0, 1.0]), r"^k_scale must be one for all layers, or a list of 3, got 2$"),
     ],
 )
-def test_layers_that_are_not_there(call, message):
+def test_missing_layers_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(make())
 

@@ -61,7 +61,7 @@ def test_other_commands_need_no_extra():
     assert len(json.loads(out)["rows"]) > 5
 
 
-def test_what_needs_an_extra_says_in_one_line_what_to_install():
+def test_a_missing_extra_is_named_in_one_line():
     others = [["bench", what] for what in BENCHES if what not in ("cpu", "memory")]
     *of_benches, plot, fuzz = without_extras(*others, ["bench", "decode", "--plot", "here.png"], ["fuzz", "--help"])
     assert len(of_benches) == len(others)
@@ -219,7 +219,7 @@ def test_info_needs_no_extra():
     }
 
 
-def test_without_a_terminal_a_command_says_now_and_then_what_it_is_at(monkeypatch, capsys):
+def test_without_a_terminal_a_command_reports_progress_now_and_then(monkeypatch, capsys):
     def run(progress):
         for seconds in range(7):
             progress(f"after {seconds} s")

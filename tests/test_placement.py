@@ -86,7 +86,7 @@ def test_device_arrays_for_a_backend_of_the_host(operation, on_device, backend):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("side", ["host", "emulator", "device"])
-def test_one_array_on_the_other_side(operation, side):
+def test_arrays_on_host_and_device_are_refused(operation, side):
     """swap_blocks goes across; all other operations say which array is where."""
     for name, x in OPERATIONS[operation]().items():
         if isinstance(x, np.ndarray) and operation != "swap_blocks":

@@ -254,7 +254,7 @@ def test_the_stream_that_an_interface_names(named, expected):
     assert current_stream(InterfaceArray(view(), stream=named)) == expected
 
 
-def test_nothing_new_beside_an_array_of_an_unknown_framework():
+def test_results_for_an_unknown_framework_need_out():
     kind = r"tests\.support\.device_fakes\.InterfaceArray"
     with pytest.raises(
         ValueError, match=rf"^out can only be made for arrays of CuPy and torch, got a {kind}; give out=$"

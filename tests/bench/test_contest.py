@@ -20,7 +20,7 @@ def right():
     return lambda: 0.0
 
 
-def test_who_is_wrong_is_not_timed():
+def test_a_wrong_contestant_is_not_timed():
     done = []
 
     def returning(error):
@@ -33,7 +33,7 @@ def test_who_is_wrong_is_not_timed():
     assert done.count(0.9) == 1
 
 
-def test_who_is_wrong_after_the_turns_has_no_time():
+def test_a_contestant_that_becomes_wrong_has_no_time():
     errors = [0.0, 0.0, 0.0, 0.0, 0.9]
     result = held({"wrong later": lambda: lambda: errors.pop(0), "right": right})
     assert set(result.samples) == {"right"}

@@ -34,7 +34,7 @@ def test_products_are_those_of_the_pairs_that_the_mask_leaves(cell):
 
 
 @pytest.mark.parametrize("cell", SMALL, ids=str)
-def test_a_problem_is_what_the_cell_says_and_what_is_expected_of_it_is_right(cell):
+def test_a_problem_follows_its_cell_and_its_expected_result_is_right(cell):
     problem = BenchProblem(cell)
     assert problem.q.shape == (len(cell.seq_lens), cell.num_heads, cell.head_dim)
     assert problem.q.dtype.name == cell.dtype
@@ -58,7 +58,7 @@ def test_what_is_compared_are_rows_of_the_whole_result(cell):
     assert all(((starts[i] <= checked) & (checked < starts[i + 1])).any() for i in range(len(starts) - 1))
 
 
-def test_an_error_is_seen_in_a_row_that_is_compared_and_a_nan_in_any():
+def test_errors_show_in_compared_rows_and_nan_in_any_row():
     problem = BenchProblem(Cell("x", (80,), 4, 2, 64, query_lens=(80,)))
     whole = pagedkv.prefill_attention(
         problem.q.astype(np.float32), *problem.kv, problem.block_tables, problem.seq_lens, problem.query_starts

@@ -62,7 +62,7 @@ def test_work_that_is_interrupted_before_it_begins_is_dropped():
     assert [key for key, _ in slow.calls] == [1, 3]
 
 
-def test_an_interrupt_at_any_instant_stands_in_no_later_calls_way():
+def test_an_interrupt_at_any_instant_blocks_no_later_call():
     for interrupt in interrupts_at_every_instant(("compiling/compile_thread",)):
         make = MadeOnce(lambda key: [key], most=2)
         with suppress(KeyboardInterrupt), interrupt:
@@ -91,7 +91,7 @@ def test_the_oldest_result_is_forgotten():
     assert list(make.made) == [(3,), (1,)]
 
 
-def test_an_exception_reaches_the_caller_and_is_not_remembered():
+def test_an_exception_reaches_the_caller_and_is_not_cached():
     outcomes = [7, ValueError("no")]
 
     @made_once(most=2)

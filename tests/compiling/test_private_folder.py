@@ -87,7 +87,7 @@ OF_OTHERS, OF_A_STRANGER = "can be written to by others", "belongs to another us
         pytest.param("home", link_of_a_stranger, "home", OF_A_STRANGER, marks=as_root),
     ],
 )
-def test_a_folder_that_others_may_have_made_or_may_replace_is_not_used(
+def test_a_folder_that_others_can_replace_is_not_used(
     tmp_path, store, warnings_logged, folder, spoil, at_fault, reason
 ):
     spoil(tmp_path / folder)
@@ -117,7 +117,7 @@ def test_others_may_read_and_links_of_the_user_above_are_followed(tmp_path, stor
 
 
 @posix
-def test_the_folders_above_a_relative_path_are_looked_at_too(monkeypatch, tmp_path, store):
+def test_folders_above_a_relative_path_are_checked_too(monkeypatch, tmp_path, store):
     monkeypatch.chdir(tmp_path / "home")
     relative = Store(store.directory.relative_to(tmp_path / "home"), ".blob")
     assert relative.load(b"key") == b"body"

@@ -34,7 +34,7 @@ def terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [None, TypeError])
-def test_a_terminal_shows_a_line_meanwhile_and_keeps_what_others_write(terminal, error):
+def test_a_terminal_shows_a_progress_line_and_keeps_other_output(terminal, error):
     with suppress(TypeError), showing_progress("decode"):
         assert terminal.getvalue() == SHOWN
         terminal.write("of another thread\n")
@@ -81,7 +81,7 @@ def test_the_log_says_what_is_compiled_and_how_long_it_took(caplog):
 
 
 @pytest.mark.parametrize("is_dumb", [True, False])
-def test_without_a_terminal_there_is_a_line_unless_logging_is_configured(monkeypatch, terminal, is_dumb):
+def test_without_a_terminal_a_line_appears_unless_logging_is_configured(monkeypatch, terminal, is_dumb):
     """As in notebooks, containers and CI: what nobody sees is taken for a hang."""
     monkeypatch.setattr(progress, "_logger", logger := logging.Logger("pagedkv"))
     if is_dumb:

@@ -36,7 +36,7 @@ def test_a_frozen_function_has_arrays_of_its_own():
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_a_kernel_does_not_see_what_is_stored_later(kind):
+def test_kernels_do_not_see_later_stores(kind):
     biases = ARRAYS[kind]()
 
     def score_mod(score, q_pos, k_pos, head, seq):

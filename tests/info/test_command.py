@@ -46,7 +46,7 @@ def test_this_machine(tables, tmp_path):
     }
 
 
-def test_a_gpu_without_the_packages_for_it_names_the_extra_that_fits_its_driver(tables, monkeypatch):
+def test_a_gpu_without_packages_names_the_extra_for_its_driver(tables, monkeypatch):
     monkeypatch.setattr(command, "find_driver", lambda: GPU)
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     facts, uses = tables()
@@ -92,7 +92,7 @@ def failing(*args):
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("too old"), OSError("broken"), AttributeError("no name")])
-def test_whatever_a_probe_raises_is_its_answer(tables, monkeypatch, error):
+def test_an_error_of_a_probe_becomes_its_answer(tables, monkeypatch, error):
     def broken(*args, **kwargs):
         raise error
 

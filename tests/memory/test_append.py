@@ -28,7 +28,7 @@ def test_a_sharer_that_appends_nothing_copies_nothing(table):
     table.check()
 
 
-def test_of_all_sharers_in_one_append_the_last_keeps_the_block(table):
+def test_the_last_sharer_of_an_append_keeps_the_block(table):
     seq = table.add(6)
     seqs = [seq, *table.fork(seq, 3)]
     slots, copies = table.append(seqs[::-1])
@@ -38,7 +38,7 @@ def test_of_all_sharers_in_one_append_the_last_keeps_the_block(table):
     table.check()
 
 
-def test_while_others_share_a_block_nobody_keeps_it(table):
+def test_no_sharer_keeps_a_block_while_others_share_it(table):
     seq = table.add(6)
     seqs = [seq, *table.fork(seq, 3)]
     copies = table.append(seqs[:3], [1, 1, 1]).copies
@@ -47,7 +47,7 @@ def test_while_others_share_a_block_nobody_keeps_it(table):
     table.check()
 
 
-def test_a_shared_block_is_not_copied_for_a_sequence_that_adds_nothing(table):
+def test_appending_nothing_copies_no_shared_block(table):
     seq = table.add(6)
     [fork] = table.fork(seq)
     assert table.append([seq, fork], [0, 1]).copies.tolist() == [[1, 2]]

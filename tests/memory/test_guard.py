@@ -81,7 +81,7 @@ def test_a_mutation_waits_for_the_read_of_another_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_signal_handler_reads_what_was_before_the_mutation(name, monkeypatch):
+def test_a_signal_handler_reads_the_state_before_the_mutation(name, monkeypatch):
     """It would wait for itself."""
     scene, before, found = Scene(), READS[name](Scene()), []
     plan = BlockPool._plan

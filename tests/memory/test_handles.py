@@ -61,7 +61,7 @@ def test_handles_that_are_not_valid(name, max_seqs):
 
 
 @pytest.mark.parametrize("named", [list, np.array])
-def test_what_the_last_call_named_is_unknown_once_it_is_freed(named):
+def test_a_freed_sequence_is_unknown_even_if_the_last_call_named_it(named):
     table = SequenceTable(BlockPool(8), 4, 3, 5)
     seqs = named([table.add(3), table.add(2)])
     table.append(seqs)
@@ -70,7 +70,7 @@ def test_what_the_last_call_named_is_unknown_once_it_is_freed(named):
         table.append(seqs)
 
 
-def test_handles_that_another_thread_changes_while_they_are_looked_up(table):
+def test_looking_up_handles_while_another_thread_changes_them(table):
     seqs = np.array([7])  # no row of a table of 4, so it is compared with 0
 
     class Changing(np.ndarray):

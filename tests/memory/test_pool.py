@@ -24,7 +24,7 @@ def test_a_fresh_pool_hands_out_blocks_in_order():
     assert pool.num_free == 0
 
 
-def test_released_blocks_are_the_next_ones_handed_out_in_the_same_order():
+def test_released_blocks_are_handed_out_next_in_the_same_order():
     pool = BlockPool(9)
     pool.allocate(9)
     pool.release([7, 2, 5])
@@ -62,7 +62,7 @@ def test_ref_counts_is_a_read_only_view_that_follows_the_pool():
     assert counts.tolist() == [1, 0]
 
 
-def test_nothing_may_be_asked_for():
+def test_zero_blocks_may_be_allocated():
     pool = BlockPool(2)
     assert pool.allocate(0).shape == (0,)
     pool.retain([])

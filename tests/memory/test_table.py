@@ -259,7 +259,7 @@ def test_a_step_past_the_longest_sequence_is_refused():
         table.append(seqs)
 
 
-def test_blocks_that_another_has_released_are_not_released_again():
+def test_blocks_released_by_the_caller_are_not_released_again():
     table = SequenceTable(BlockPool(8), 4, 3, 8)
     seq = table.add(4)
     table.pool.release(table.block_tables(seq)[0, :1])
@@ -270,7 +270,7 @@ def test_blocks_that_another_has_released_are_not_released_again():
     assert lens(table, seq) == [4]
 
 
-def test_a_shared_block_that_another_has_released_is_freed_once():
+def test_a_shared_block_released_by_the_caller_is_freed_once():
     table = SequenceTable(BlockPool(8), 4, 3, 8)
     seqs = [table.add(8)]
     seqs += table.fork(seqs)

@@ -10,7 +10,7 @@ MUTANTS = [
         "the kernel cache trusts a folder below one that others may write to",
         "if of_others and not (is_above and facts.st_mode & stat.S_ISVTX):",
         "if of_others and not is_above:",
-        "tests/compiling/test_private_folder.py::test_a_folder_that_others_may_have_made_or_may_replace_is_not_used",
+        "tests/compiling/test_private_folder.py::test_a_folder_that_others_can_replace_is_not_used",
     ),
     Mutant(
         "an interrupt arrives inside of a compilation",

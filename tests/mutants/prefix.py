@@ -16,13 +16,13 @@ MUTANTS = [
         "prefix: part of a block is found behind another block",
         " or self._parents[behind] != self._serials[block]:",
         ":",
-        PREFIX_CACHE + "test_a_block_that_replaces_an_evicted_one_is_not_found_behind_the_parent_of_that_one",
+        PREFIX_CACHE + "test_a_reused_block_is_not_found_behind_its_old_parent",
     ),
     Mutant(
         "prefix: a block that is overwritten in place is still found",
         "            forgotten = blocks[owned]\n",
         "            forgotten = blocks[:0]\n",
-        PREFIX_CACHE + "test_what_is_behind_a_block_goes_with_it_where_a_copy_has_no_room",
+        PREFIX_CACHE + "test_descendants_become_unfindable_when_a_copy_has_no_room",
     ),
     Mutant(
         "prefix: a block stays whose parent is gone",
@@ -46,7 +46,7 @@ MUTANTS = [
         "prefix: a block that is used again is evicted",
         "            others = ~self._tally.among(evicted, blocks)\n",
         "            others = np.full(len(evicted), True)\n",
-        PREFIX_CACHE + "test_what_is_found_is_not_evicted_for_the_rest",
+        PREFIX_CACHE + "test_found_blocks_are_not_evicted_for_the_rest_of_a_prompt",
     ),
     Mutant(
         "prefix: an evicted block is found",

@@ -47,7 +47,7 @@ MUTANTS = [
         "engine: tokens with logits that are not finite enter the prefix cache",
         "step.batch.query_starts[1:].long() - 1",
         "step.logits_indices",
-        "tests/integrations/transformers/test_engine_errors.py::test_nothing_that_is_not_finite_is_found_again",
+        "tests/integrations/transformers/test_engine_errors.py::test_keys_that_are_not_finite_are_never_found",
     ),
     Mutant(
         "engine: a text goes on after its end token",
@@ -83,6 +83,6 @@ MUTANTS = [
         "transformers: rejected draft tokens stay in the cache",
         "self.kv.truncate(self.seqs, lengths)",
         "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
-        CACHE + "test_drafts_in_vain_are_truncated[prompt lookup]",
+        CACHE + "test_rejected_drafts_are_truncated[prompt lookup]",
     ),
 ]

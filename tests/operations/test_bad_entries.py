@@ -32,7 +32,7 @@ class ReportingDevice(RecordingDevice):
         return content
 
 
-def test_what_any_device_has_skipped_is_raised_once(monkeypatch, used):
+def test_a_bad_entry_of_any_device_is_raised_once(monkeypatch, used):
     devices = [ReportingDevice(), ReportingDevice(1, 3, 2, 99), ReportingDevice(2, 4, 0, -7)]
     monkeypatch.setattr(driver, "cuda_devices", lambda: devices)
     with pytest.raises(IndexError, match=r"block_tables .* got 99 for sequence 3, column 2"):
@@ -59,7 +59,7 @@ def test_torch_that_uses_no_gpu_has_no_stream(monkeypatch):
     assert current_streams() == []
 
 
-def test_nothing_has_failed_where_nothing_has_run(monkeypatch):
+def test_raise_if_failed_before_any_call_raises_nothing(monkeypatch):
     monkeypatch.setattr(backends, "_backends", {})
     monkeypatch.setattr(driver, "cuda_devices", lambda: pytest.fail("there is nothing to ask"))
     pagedkv.raise_if_failed()

@@ -297,7 +297,7 @@ def test_offsets_beyond_32_bits():
     assert not k[:3].any()
 
 
-def test_swap_blocks_refuses_a_destination_that_another_copy_reads_or_writes():
+def test_swap_blocks_refuses_a_destination_that_another_copy_uses():
     a, b = np.zeros((2, 4, 16, 1, 8), np.float32)
     pairs = np.array([[0, 1], [1, 2]])
     with pytest.raises(ValueError, match=r"destination\[0\] must not overlap source\[1\]"):

@@ -186,7 +186,7 @@ def test_tables_with_each_column_twice(twice, what):
         np.concatenate([np.repeat(angles_of(3, 4), 3, axis=0), np.tile(angles_of(3, 4), (3, 1))], axis=1),  # of a grid
     ],
 )
-def test_tables_with_columns_that_are_equal_for_another_reason(angles):
+def test_tables_whose_columns_are_equal_by_chance_are_accepted(angles):
     q, positions = np.ones((9, 1, 16), np.float32), np.arange(9)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     expected = reference.apply_rotary(q, None, cos, sin, positions)[0]

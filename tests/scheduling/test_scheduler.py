@@ -145,7 +145,7 @@ def test_the_same_calls_give_the_same_steps():
     assert run() == run()
 
 
-def test_what_a_request_finds_of_its_own_after_a_preemption_does_not_count_as_cached():
+def test_a_preempted_request_does_not_count_its_own_hits_as_cached():
     cache = make_cache(12)
     scheduler = scheduler_of(cache)
     numbers = [scheduler.add([*range(10 * i, 10 * i + 9)], 20) for i in range(3)]
@@ -208,7 +208,7 @@ def test_what_fits_later_waits():
     assert serve(scheduler, cache) == {number: alone(tuple(range(16)), 1)}
 
 
-def test_an_aborted_request_leaves_the_step_that_is_computed():
+def test_an_aborted_request_leaves_the_current_step():
     cache = make_cache()
     scheduler = scheduler_of(cache)
     first, second, third = (scheduler.add([i, i], 3) for i in range(3))
@@ -221,7 +221,7 @@ def test_an_aborted_request_leaves_the_step_that_is_computed():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nobody_gets_blocks_that_a_step_still_writes(fails):
+def test_blocks_that_a_step_still_writes_are_not_handed_out(fails):
     cache = make_cache(8)
     scheduler = scheduler_of(cache)
     number = scheduler.add(SYSTEM[:8], 3)
@@ -296,7 +296,7 @@ def test_a_schedule_whose_listener_fails_can_be_made_again():
         assert cache.num_seqs == 0
 
 
-def test_a_step_of_which_a_listener_raises_each_time_can_be_dropped():
+def test_a_step_whose_listener_always_raises_can_be_dropped():
     failing = []
     cache = make_cache(events=lambda event: failing and 1 / 0)
     scheduler = scheduler_of(cache)
@@ -312,7 +312,7 @@ def test_a_step_of_which_a_listener_raises_each_time_can_be_dropped():
     assert serve(scheduler, cache) == dict(zip(numbers, texts, strict=True))
 
 
-def test_blocks_that_another_thread_takes_in_the_middle_of_a_schedule(monkeypatch):
+def test_schedule_while_another_thread_takes_blocks(monkeypatch):
     cache = make_cache(8)
     scheduler = scheduler_of(cache)
     number = scheduler.add(SYSTEM[:12], 2)
@@ -342,7 +342,7 @@ def test_no_memory_for_tokens_starts_no_sequence(monkeypatch):
     assert serve(scheduler, cache) == {number: alone(tuple(SYSTEM), 2)}
 
 
-def test_a_copy_that_fails_leaves_no_block_that_is_found_with_other_contents(monkeypatch):
+def test_a_failed_copy_leaves_no_findable_block_with_wrong_contents(monkeypatch):
     """The copy of a whole prompt's last block goes to the only free one, which can be found, too."""
     cache = make_cache(3)
     scheduler = scheduler_of(cache)
@@ -465,7 +465,7 @@ def test_restart_computes_requests_again_with_other_tokens():
     assert cache.seq_lens([others]) == [9]
 
 
-def test_hits_are_those_of_prompts_and_what_preempted_requests_find_is_apart():
+def test_hits_of_preempted_requests_are_counted_separately():
     """Prompts with nothing in common, computed in chunks; and one of them again, of which a block is shared."""
     cache = make_cache(10)
     scheduler = scheduler_of(cache, max_num_batched_tokens=6)

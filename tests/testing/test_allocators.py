@@ -73,7 +73,7 @@ def test_what_a_refusal_leaves_is_looked_at():
         play(type("Machine", (BlockManagerMachine,), {"manager_type": Leaky}))
 
 
-def test_operations_that_there_are_not_are_left_out():
+def test_missing_operations_are_left_out():
     class Least(BlockManagerMachine):
         append, fork, truncate = AllocatorMachine.append, AllocatorMachine.fork, AllocatorMachine.truncate
         longest, most_seqs = 2, 1

@@ -30,7 +30,7 @@ def test_the_place_must_be_one(old, count):
         edited(scaled(3), old, "")
 
 
-def test_a_check_leaves_what_it_does_not_look_at():
+def test_survivors_are_the_edits_that_a_check_misses():
     def check(times):
         assert times(0) == 1
 
@@ -41,6 +41,6 @@ def test_a_check_leaves_what_it_does_not_look_at():
 
 
 @pytest.mark.parametrize(("edit", "error"), [(("cube", ""), ValueError), (("+ shift", "+"), SyntaxError)])
-def test_an_edit_that_cannot_be_made_is_not_one_that_was_noticed(edit, error):
+def test_an_edit_that_cannot_be_made_is_an_error(edit, error):
     with pytest.raises(error):
         survivors(scaled(3).py_func, [edit], lambda times: None)

@@ -62,7 +62,7 @@ def test_rows_count_what_was_tried(capsys):
 
 @pytest.mark.usefixtures("only_merges")
 @pytest.mark.parametrize("minutes", [0.001, 0.02])
-def test_where_nothing_is_tried_nothing_passes(minutes, monkeypatch):
+def test_a_search_that_tries_nothing_does_not_pass(minutes, monkeypatch):
     """Neither where the time is up before the first turn nor where it is up before a turn's first problem."""
     monkeypatch.setattr(fuzz, "play", lambda *arguments: fuzz.Turn("merge", 0))
     said = f"^no problem was tried in {minutes:g} minutes, which the start took: give --minutes more$"
@@ -86,7 +86,7 @@ def test_a_failure_ends_it_and_leaves_a_script(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("only_merges")
-def test_a_failure_is_told_where_the_script_cannot_be_written(monkeypatch, tmp_path):
+def test_a_failure_is_reported_even_if_the_script_cannot_be_written(monkeypatch, tmp_path):
     def wrong(spec, **changes):
         raise AssertionError("planted")
 
@@ -159,7 +159,7 @@ def test_a_failure_ends_the_other_processes(processes, tmp_path):
     assert not running
 
 
-def test_a_backend_that_is_not_there_ends_the_other_processes(processes):
+def test_a_missing_backend_ends_the_other_processes(processes):
     done, running = processes
     done.append(BackendUnavailableError("install it"))
     with pytest.raises(BackendUnavailableError, match=r"^install it$"):
@@ -245,7 +245,7 @@ def test_scripts_fail_where_attention_is_wrong(name, change, by_reference):
 
 
 @pytest.mark.usefixtures("only_merges")
-def test_a_script_checks_in_the_emulator_what_the_fuzzer_did(monkeypatch, tmp_path):
+def test_scripts_for_the_emulator_repeat_the_fuzzers_checks(monkeypatch, tmp_path):
     def wrong(spec, **changes):
         raise AssertionError("planted")
 

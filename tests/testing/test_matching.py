@@ -187,7 +187,7 @@ def test_block_sizes_of_layout_vllm_are_those_that_are_named():
         ({"max_examples": 0}, "^max_examples and max_seconds must be above 0"),
     ],
 )
-def test_where_nothing_is_tried_nothing_passes(named, says):
+def test_a_search_that_tries_nothing_does_not_pass(named, says):
     with pytest.raises(ValueError, match=says):
         assert_matches_reference(numpy_decode, **named)
 
@@ -208,7 +208,7 @@ def masked_decode(q, k_cache, v_cache, block_tables, seq_lens, *, window=None):
     return out
 
 
-def test_a_function_that_multiplies_what_is_left_of_the_window_learns_what_is_there():
+def test_the_message_explains_poison_left_of_the_window():
     with pytest.raises(AssertionError, match=r"got nan|: nan, expected") as caught:
         assert_matches_reference(masked_decode, max_examples=60, head_dims=(64,))
     line = str(caught.value).splitlines()[-1]

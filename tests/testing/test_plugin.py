@@ -83,7 +83,7 @@ def test_all_frames_where_they_are_asked_for(results):
     assert "access.py" in results("--full-trace", "--tb=short", "-k", "test_fault").stdout.str()
 
 
-def test_the_order_is_the_test_s_own(results):
+def test_the_order_depends_on_the_name_of_the_test(results):
     seeds = []
     for _ in range(2):
         result = results("-k", "test_other", "--tb=long")

@@ -117,7 +117,7 @@ def test_ctrl_c_is_quiet(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "\ninterrupted\n")
 
 
-def test_matplotlib_is_asked_for_first(monkeypatch, capsys):
+def test_a_missing_matplotlib_is_reported_first(monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: None)
     monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("it runs"))
     assert main(["trace", *SMALL, "--plot", "x.png"]) == 1

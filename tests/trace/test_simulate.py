@@ -56,7 +56,7 @@ def test_paging_by_hand():
     assert run.at_once == 1
 
 
-def test_a_preempted_request_comes_back_before_those_that_never_ran():
+def test_a_preempted_request_resumes_before_new_ones_start():
     order = []
     requests = Requests([3, 3, 7], [5, 2, 1])
     simulate(requests, Paged(12, 4, watermark=0), lambda running, seqs, lens: order.append(running.tolist()))

@@ -72,7 +72,7 @@ def test_backends_get_copies_of_small_arrays_and_the_large_ones_themselves(recei
         if INVALID.get(name) is not None
     ],
 )
-def test_the_copy_is_what_is_checked(received, operation, name):
+def test_values_are_validated_in_the_private_copy(received, operation, name):
     """What is stored just before the copy is noticed."""
     arguments = OPERATIONS[operation]() | OPTIONS[operation]
     given = arguments[name] = arguments[name].copy()

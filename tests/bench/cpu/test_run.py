@@ -78,7 +78,7 @@ def test_all_of_it(monkeypatch):
     assert of["SDPA"]["x pagedkv"] == pytest.approx(of["SDPA"]["ms"] / decode[0]["ms"]) == decode[0]["x SDPA"]
 
 
-def test_nothing_is_told_of_a_pagedkv_that_is_wrong(monkeypatch):
+def test_a_wrong_pagedkv_call_is_not_timed(monkeypatch):
     monkeypatch.setattr(run, "SUBJECTS", {"pagedkv": wrong})
     with pytest.raises(RuntimeError, match=r"^pagedkv has no time in Cell.*: wrong: error 1"):
         run.run(repeats=1, quick=True, progress=lambda text: None)

@@ -37,7 +37,7 @@ def test_short_calls_are_launched_more_often(milliseconds, launches):
 
 
 @pytest.mark.usefixtures("one_launch")
-def test_everyone_the_read_and_the_copy_take_turns():
+def test_subjects_the_read_and_the_copy_take_turns():
     gpu = FakeGpu()
     rows_of(gpu, {"a": taking(2.0, "a"), "b": taking(2.0, "b")}, repeats=3)
     turns = [name for name in gpu.trace if name in ("read", "copy", "a", "b")]

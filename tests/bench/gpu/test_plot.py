@@ -81,7 +81,7 @@ def test_nothing_to_draw():
         plot.draw([row(64, "v1", 1.0, group="pages")], "here.png")
 
 
-def test_matplotlib_is_asked_for_before_anything_is_measured(monkeypatch, capsys):
+def test_a_missing_matplotlib_is_reported_before_measuring(monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: None)
     monkeypatch.setattr(decode, "run", lambda **options: pytest.fail("measured"))
     assert main(["bench", "decode", "--plot", "here.png"]) == 1

@@ -14,7 +14,7 @@ from ...machine_code.sass import code_of, loads_of
 SECTOR_BYTES = 32
 
 
-def test_every_byte_is_read_once_and_added_up():
+def test_the_reader_sums_every_byte_once():
     num_bytes = 3 * BLOCK_BYTES
     memory = np.random.default_rng(0).integers(0, 2**32, num_bytes // 4 + 64, np.uint32)
     source = memory[-memory.ctypes.data % 256 // 4 :][: num_bytes // 4]

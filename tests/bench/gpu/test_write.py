@@ -34,7 +34,7 @@ def test_every_token_has_a_slot_of_its_own(case):
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("case", QUICK_CASES, ids=str)
-def test_everyone_writes_the_same(framework, case):
+def test_all_subjects_write_the_same_elements(framework, case):
     rows = {row["subject"]: row for row in write.measure(FakeGpu(framework), case, 1, quietly)}
     refused = rows.pop("torch index")
     assert {(row["error"], row["note"]) for row in rows.values()} == {(0, None)}

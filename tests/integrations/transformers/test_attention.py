@@ -49,7 +49,7 @@ def test_logits_of_a_ragged_batch(model):
         ({"value": torch.zeros(1, 2, 3, 8)}, "a value of another head_dim than its key, as in MLA"),
     ],
 )
-def test_what_it_cannot_do_is_refused(model, options, what):
+def test_unsupported_requests_of_a_layer_are_refused(model, options, what):
     layer = model.model.layers[0].self_attn
     q, kv = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16)
     arguments = {"query": q, "key": kv, "value": kv, "attention_mask": None, "forward_pass": object()} | options

@@ -65,7 +65,7 @@ def test_beams_share_blocks(model, cache):
 
 
 @pytest.mark.parametrize("way", ["prompt lookup", "an assistant"])
-def test_drafts_in_vain_are_truncated(model, cache, way):
+def test_rejected_drafts_are_truncated(model, cache, way):
     ids = torch.tensor([LONG + LONG])
     options = {"prompt_lookup_num_tokens": 4}
     if way == "an assistant":
@@ -151,7 +151,7 @@ def test_only_the_last_tokens_are_cropped(cache):
         cache.crop(3)
 
 
-def test_a_cache_that_is_filled_is_not_read_by_other_attention(model, cache):
+def test_a_filled_cache_is_refused_by_other_attention(model, cache):
     said(model, IDS[:1], past_key_values=cache)
     model.set_attn_implementation("eager")
     try:
@@ -272,7 +272,7 @@ def test_another_batch_needs_a_reset(model, cache):
         ({}, torch.float16, "2, 2, 16"),
     ],
 )
-def test_a_cache_for_another_model(cache, option, dtype, shape):
+def test_a_cache_made_for_another_model_is_refused(cache, option, dtype, shape):
     other = make_model("Llama", **option).to(dtype)
     use_pagedkv(other)
     with pytest.raises(ValueError, match=rf"is for .*\(2, 2, 16, .*32\), and .* has \({shape}, {dtype}\): each model"):
@@ -324,7 +324,7 @@ def test_a_forward_that_hands_on_what_it_gets(place, cache):
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_copy_would_own_the_same_blocks(cache, copied):
+def test_copying_a_cache_is_refused(cache, copied):
     with pytest.raises(TypeError, match=r"a PagedCache cannot be copied or pickled, .* crop\(-n\) goes back"):
         copied(cache)
 

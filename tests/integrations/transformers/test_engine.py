@@ -134,7 +134,7 @@ def test_a_stream_that_is_left_before_its_first_token_is_aborted(model, tokenize
     assert finish(engine) == ({}, {})
 
 
-def test_a_stream_that_is_left_in_the_middle_of_a_step_ends_behind_it(model, expected):
+def test_a_stream_closed_during_a_step_ends_after_it(model, expected):
     """As the garbage collector leaves one, at any time, that is part of a cycle."""
     engine = engine_for(model)
     stays, left = (engine.tokens(ids, NEW) for ids in TEXTS[:2])
@@ -146,7 +146,7 @@ def test_a_stream_that_is_left_in_the_middle_of_a_step_ends_behind_it(model, exp
     assert finish(engine) == ({}, {})
 
 
-def test_a_stream_that_is_left_in_the_middle_of_a_call_of_the_cache_ends_with_the_next_step(model, expected):
+def test_a_stream_closed_during_a_cache_call_ends_with_the_next_step(model, expected):
     engine = engine_for(model, events=lambda event: isinstance(event, AllBlocksCleared) and left.close())
     left = engine.tokens(TEXTS[0], 3 * NEW)
     next(left)
@@ -188,7 +188,7 @@ def test_a_request_of_a_step_that_failed_can_be_aborted(model, monkeypatch):
     assert engine.cache.stats().used == 0
 
 
-def test_a_step_that_is_interrupted_once_it_is_planned_is_planned_again(model, expected, monkeypatch):
+def test_a_step_interrupted_after_planning_is_planned_again(model, expected, monkeypatch):
     engine = engine_for(model)
     request, schedule = engine.add(TEXTS[1], NEW), engine.scheduler.schedule
 
@@ -389,7 +389,7 @@ def test_a_special_token_leaves_the_space_of_the_next_word():
     assert words.decode(ids, skip_special_tokens=True) == "one two"
 
 
-def test_three_lines_stream_text(tokenizer):
+def test_a_text_is_streamed_in_three_lines(tokenizer):
     model = make_model("Llama", vocab_size=256, eos_token_id=None)
     engine = Engine(model, tokenizer, memory="1MiB")
     pieces = list(engine.stream("def main(", max_tokens=9))

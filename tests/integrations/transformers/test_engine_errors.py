@@ -49,7 +49,7 @@ def run(engine):
 
 @pytest.mark.parametrize("budget", [64, 16], ids=["at once", "in chunks"])
 @pytest.mark.parametrize("value", [NAN, INF])
-def test_nothing_that_is_not_finite_is_found_again(model, budget, value):
+def test_keys_that_are_not_finite_are_never_found(model, budget, value):
     """A fault of the model while it computes the first tokens of a prompt."""
     engine = Engine(model, num_blocks=64, max_num_batched_tokens=budget)
     expected = list(Engine(model, num_blocks=64).tokens([*LONG, 5], NEW))
@@ -70,7 +70,7 @@ def test_nothing_that_is_not_finite_is_found_again(model, budget, value):
     assert engine.cache.stats().hit_tokens == 0
 
 
-def test_nothing_that_is_not_finite_behind_a_window_is_found_again():
+def test_keys_that_are_not_finite_behind_a_window_are_never_found():
     """The last row of a prompt, whose logits are asked for, sees none of the rows that are not finite."""
     model = make_model("Mistral", eos_token_id=None, sliding_window=8)
     text = [96, *([5, 6] * 200)]

@@ -134,6 +134,6 @@ def disturb(model, alone, seed):
 @pytest.mark.parametrize(
     "seeds", [range(24), pytest.param(range(24, 2000), marks=pytest.mark.long)], ids=["few", "many"]
 )
-def test_an_interrupted_engine_says_what_it_would_say_anyway(model, alone, seeds):
+def test_an_interrupted_engine_generates_the_same_text(model, alone, seeds):
     places = {place for seed in seeds for place in disturb(model, alone, seed)}
     assert len(places) > len(seeds), "hardly anything was interrupted"

@@ -29,7 +29,7 @@ def fallback_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def test_any_bytes_are_decoded_as_at_once_and_at_most_three_characters_late():
+def test_decoding_byte_by_byte_gives_the_same_text_at_most_three_characters_late():
     tokenizer, draw = byte_tokenizer(), random.Random(0)
     ids = ids_of_bytes(tokenizer)
     known = sorted(ids)

@@ -102,7 +102,7 @@ def perplexity(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_pass_it_is_the_model_that_it_was(family):
+def test_without_a_pass_the_model_computes_as_before(family):
     """To the bit, with the masks of transformers: windows, softcap, sinks; before and after an engine has used it."""
     model = make_model(family)
     ways = [{}, {"num_beams": 2}, {"use_cache": False}, {"cache_implementation": "static"}]
@@ -127,7 +127,7 @@ def test_eager_attention_is_kept_where_the_model_had_it():
     assert model.config._attn_implementation == "eager"
 
 
-def test_without_a_pass_it_can_be_trained():
+def test_without_a_pass_the_model_can_be_trained():
     ours, theirs = make_model("Llama").train(), make_model("Llama").train()
     use_pagedkv(ours)
     for model in (ours, theirs):
@@ -138,7 +138,7 @@ def test_without_a_pass_it_can_be_trained():
 
 @pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
-def test_without_a_pass_it_can_be_compiled(family):
+def test_without_a_pass_the_model_can_be_compiled(family):
     """Its graphs with pagedkv and those without are told apart."""
     model = make_model(family)
     expected = perplexity(model)

@@ -62,7 +62,7 @@ def test_one_column_is_sent_whole_where_that_is_less(cupy):
 
 
 @given(st.data())
-def test_it_is_always_what_was_sent(data):
+def test_a_mirror_always_equals_its_rows(data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "cupy", DeviceModule())
         mirror = Mirror(Arrays("cupy"), 4, 3)
@@ -75,7 +75,7 @@ def test_it_is_always_what_was_sent(data):
         assert (device[:, :num_columns] == rows).all()
 
 
-def test_the_memory_stays_where_it_is(cupy):
+def test_a_mirror_stays_at_its_address(cupy):
     mirror = Mirror(Arrays("cupy"), 8, 6)
     addresses = {mirror.update(table(n, w, start)).ctypes.data for n, w, start in ((3, 2, 0), (8, 6, 5), (1, 1, 9))}
     assert len(addresses) == 1

@@ -30,7 +30,7 @@ def test_events():
     assert told == [AllBlocksCleared()]
 
 
-def test_what_a_listener_raises_comes_after_the_change():
+def test_an_exception_of_a_listener_comes_after_the_change():
     told = []
 
     def listener(event):
@@ -128,7 +128,7 @@ def test_what_an_eviction_lends_is_copied():
     cache.check()
 
 
-def test_a_listener_that_is_empty_as_a_list_is_told():
+def test_a_falsy_listener_gets_events():
     class Log(list):
         __call__ = list.append
 
@@ -200,7 +200,7 @@ def test_a_hash_that_ends_changes_nothing():
         cache.commit(seqs)
 
 
-def test_a_step_that_a_listener_undoes_leaves_nothing_to_the_next_one():
+def test_a_step_undone_by_a_listener_leaves_nothing_for_the_next():
     fails = False
 
     def listen(event):
@@ -251,7 +251,7 @@ def test_what_cannot_be_called(options, message):
         make(**options)
 
 
-def test_a_listener_that_fails_is_told_the_rest():
+def test_remaining_events_are_delivered_after_a_listener_raises():
     """Or else later calls, which have no events of their own, would raise what it raises of them."""
     told = []
     cache = make(events=lambda event: told.append(event) or 1 / 0)
@@ -263,7 +263,7 @@ def test_a_listener_that_fails_is_told_the_rest():
     assert len(told) == 2
 
 
-def test_what_an_interrupt_has_left_is_told_before_the_next_change():
+def test_events_left_by_an_interrupt_are_delivered_before_the_next_change():
     errors = [KeyboardInterrupt(), ZeroDivisionError()]
 
     def listener(event):

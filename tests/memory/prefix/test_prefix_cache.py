@@ -51,7 +51,7 @@ def test_a_hit_that_ends_inside_a_block_is_a_copy_of_it():
     cache.check()
 
 
-def test_what_is_found_inside_a_block():
+def test_part_of_a_block_is_found():
     """At least half of a block, behind a full one, and never the last token; of several blocks the last one counts."""
     cache = make(num_blocks=32)
     started(cache, TEXT)
@@ -66,7 +66,7 @@ def test_what_is_found_inside_a_block():
     assert cache.find([*TEXT[:4], 9, 9, 9, 0]) == 0
 
 
-def test_a_block_is_not_copied_that_may_be_evicted_for_the_copy():
+def test_a_block_that_the_copy_would_evict_is_not_copied():
     cache = make(num_blocks=5)
     cache.free(started(cache, TEXT[:8]))
     part = [*TEXT[:7], *range(10)]
@@ -81,7 +81,7 @@ def test_a_block_is_not_copied_that_may_be_evicted_for_the_copy():
     cache.free(keeper)
 
 
-def test_what_was_behind_a_block_that_holds_something_else_now_is_not_found_in_part():
+def test_a_reused_block_is_not_found_in_part():
     cache = make()
     seq = started(cache, TEXT[:8])
     cache.truncate(seq, 3)
@@ -90,7 +90,7 @@ def test_what_was_behind_a_block_that_holds_something_else_now_is_not_found_in_p
     assert cache.find([*TEXT[:3], 7, *TEXT[4:8]]) == 4
 
 
-def test_a_block_that_replaces_an_evicted_one_is_not_found_behind_the_parent_of_that_one():
+def test_a_reused_block_is_not_found_behind_its_old_parent():
     cache = make(num_blocks=3)
     cache.free(started(cache, TEXT[:8]))
     other = [*range(8)]
@@ -127,7 +127,7 @@ def test_of_a_prompt_that_is_all_there_one_token_is_left():
 
 
 @pytest.mark.parametrize("ids", [TEXT[6:8], [1, 2]])
-def test_what_is_behind_a_block_is_found_after_others_began_with_it(ids):
+def test_descendants_are_found_after_other_sequences_shared_the_block(ids):
     """A prompt that ends with the block; one that goes back into it as its only owner, to go on as before or not."""
     told = Told()
     cache = make(events=told)
@@ -144,7 +144,7 @@ def test_what_is_behind_a_block_is_found_after_others_began_with_it(ids):
     told.agrees_with(cache)
 
 
-def test_what_is_behind_a_block_goes_with_it_where_a_copy_has_no_room():
+def test_descendants_become_unfindable_when_a_copy_has_no_room():
     told = Told()
     cache = make(num_blocks=6, events=told)
     cache.free(started(cache, [*TEXT, *range(5)]))
@@ -158,7 +158,7 @@ def test_what_is_behind_a_block_goes_with_it_where_a_copy_has_no_room():
     cache.check()
 
 
-def test_blocks_that_were_computed_at_the_same_time_become_one():
+def test_equal_blocks_computed_in_one_step_become_one():
     cache = make()
     seqs = [cache.add(TEXT).seq for _ in range(3)]
     assert cache.num_free == 7
@@ -170,7 +170,7 @@ def test_blocks_that_were_computed_at_the_same_time_become_one():
     cache.check()
 
 
-def test_more_forks_than_the_index_has_slots_share_a_block():
+def test_a_block_shared_by_more_forks_than_the_index_has_slots():
     cache = make(num_blocks=1, max_seqs=64)
     seqs = [cache.add(TEXT[:P]).seq]
     seqs += cache.fork(seqs, 40)
@@ -194,7 +194,7 @@ def test_the_tail_is_evicted_first_and_the_oldest_before_it():
     cache.check()
 
 
-def test_what_is_found_is_not_evicted_for_the_rest():
+def test_found_blocks_are_not_evicted_for_the_rest_of_a_prompt():
     cache = make(num_blocks=5)
     cache.free(started(cache, TEXT[:8]))
     cache.free(started(cache, [0, *TEXT[:7]]))
@@ -203,7 +203,7 @@ def test_what_is_found_is_not_evicted_for_the_rest():
     cache.check()
 
 
-def test_a_copy_is_found_by_the_tokens_that_it_was_copied_with():
+def test_a_copied_block_is_found_by_its_tokens():
     cache = make()
     seq = cache.add(TEXT[:6]).seq
     [fork] = cache.fork(seq)
@@ -223,7 +223,7 @@ def test_another_table_over_the_pool_takes_blocks_that_can_be_found():
     cache.check()
 
 
-def test_tokens_that_are_not_told_end_what_is_found():
+def test_unknown_tokens_end_what_can_be_found():
     cache = make()
     seq = cache.add(TEXT[:6]).seq
     cache.append(seq)
@@ -284,7 +284,7 @@ def copying(request):
     return cache, calls[request.param]
 
 
-def test_a_copy_that_is_cut_short_leaves_nothing_to_find_where_it_went(monkeypatch, copying):
+def test_an_interrupted_copy_leaves_its_destination_unfindable(monkeypatch, copying):
     cache, call = copying
     copy = cache._layer_caches.copy
 
@@ -431,7 +431,7 @@ def test_check_finds(where, index, value, message):
         cache.check()
 
 
-def test_the_ring_and_the_index_are_made_anew_when_they_are_full():
+def test_full_rings_and_indexes_are_rebuilt():
     cache = make(num_blocks=4)
     for number in range(60):
         seq = started(cache, [number, *TEXT[:7]])

@@ -31,6 +31,6 @@ NEEDLES = "needles: KV head h has one key that takes all the weight, at position
         ),
     ],
 )
-def test_words_of_ours_are_explained(spec, lines):
+def test_special_words_of_a_spec_are_explained(spec, lines):
     assert spec.explained().splitlines() == lines
     assert eval(lines[0]) == spec
