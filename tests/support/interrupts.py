@@ -1,17 +1,13 @@
-"""KeyboardInterrupt at every instant at which Python runs signal handlers, or after some time."""
+"""KeyboardInterrupt at every instant at which Python runs signal handlers, and at no other."""
 
-import contextlib
-import ctypes
 import dis
 import functools
 import inspect
 import itertools
-import signal
 import sys
 
 # The interpreter looks for signals behind these, if what was called is in C, and where a function begins.
 LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD"}
-PR_SET_TIMERSLACK = 29
 
 
 class Interrupt:
@@ -83,25 +79,3 @@ def interrupts_at_every_instant(folders=("pagedkv/",)):
         if interrupt.came_at is None:
             assert instant, f"nothing has run in {folders}"
             return
-
-
-class Alarm:
-    """Raises KeyboardInterrupt, once, in what runs between `arm` and `disarm`."""
-
-    def __init__(self):
-        self.armed = False
-        signal.signal(signal.SIGALRM, self._ring)
-        with contextlib.suppress(AttributeError):  # Linux may be 50 microseconds late, unless it is asked not to be
-            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
-
-    def _ring(self, number, frame):
-        if self.armed:
-            self.armed = False
-            raise KeyboardInterrupt
-
-    def arm(self, seconds):
-        self.armed = True
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def disarm(self):
-        self.armed = False

@@ -21,17 +21,10 @@ class Operation(NamedTuple):
         return [x.tobytes() for x in self.written]
 
     def result(self):
-        """What the call returns and what it writes, as bytes; the arrays that it writes are then as before."""
-        before = [x.copy() for x in self.written]
+        """What the call returns and what it writes, as bytes."""
         results = self.call()
         results = results if isinstance(results, tuple) else (results,)
-        found = [x.tobytes() for x in (*results, *self.written) if x is not None]
-        self.restore(before)
-        return found
-
-    def restore(self, arrays):
-        for x, content in zip(self.written, arrays, strict=True):
-            x[...] = content
+        return [x.tobytes() for x in results if x is not None] + self.contents()
 
 
 def attention(values, seq_lens, query_len=None, dtype=np.float32):
