@@ -178,6 +178,11 @@ def change(name, make, **others):
     return {name: Change(name, make)} | others
 
 
+def at(name, place, value, **others):
+    """An array with another value at one place."""
+    return change(name, lambda x: with_value(x, place, value), **others)
+
+
 def fp8(shape=(N, P, HKV, D)):
     return {name: np.zeros(shape, np.uint8) for name in ("k_cache", "v_cache")}
 

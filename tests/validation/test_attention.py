@@ -21,6 +21,7 @@ from ..support.wrong_arguments import (
     OnDevice,
     OnMps,
     P,
+    at,
     attention_arguments,
     call,
     change,
@@ -31,7 +32,6 @@ from ..support.wrong_arguments import (
     read_only,
     spread,
     vllm,
-    with_value,
 )
 
 
@@ -74,11 +74,7 @@ DECODE = [
         ValueError,
         "all arrays of a call must be on one side, got sinks on a device and q on the host",
     ),
-    (
-        {"q": OnMps()},
-        ValueError,
-        "q must be on the host or on a CUDA device, got a torch tensor on mps:0",
-    ),
+    ({"q": OnMps()}, ValueError, "q must be on the host or on a CUDA device, got a torch tensor on mps:0"),
     # shapes
     (change("q", lambda x: x[0]), ValueError, f"q must have shape {Q}, got (4, 16)"),
     (change("q", lambda x: x[..., :8]), ValueError, f"q must have shape {Q} = (3, 4, 16), got (3, 4, 8)"),
@@ -156,21 +152,13 @@ DECODE = [
         ValueError,
         "alibi_slopes must have shape (num_heads,) = (4,), got (2,)",
     ),
-    (
-        {"sinks": np.zeros((1, HQ), np.float32)},
-        ValueError,
-        "sinks must have shape (num_heads,) = (4,), got (1, 4)",
-    ),
+    ({"sinks": np.zeros((1, HQ), np.float32)}, ValueError, "sinks must have shape (num_heads,) = (4,), got (1, 4)"),
     (
         {"k_scale": np.ones(HQ, np.float32), "kv_dtype": "fp8_e4m3", **fp8()},
         ValueError,
         "k_scale must have shape (num_kv_heads,) = (2,), got (4,)",
     ),
-    (
-        {"out": np.zeros((2, HQ, D), np.float32)},
-        ValueError,
-        f"out must have shape {Q} = (3, 4, 16), got (2, 4, 16)",
-    ),
+    ({"out": np.zeros((2, HQ, D), np.float32)}, ValueError, f"out must have shape {Q} = (3, 4, 16), got (2, 4, 16)"),
     # dtypes
     (change("q", lambda x: x.astype(">f4")), TypeError, "q must have dtype float32, float16 or bfloat16, got >f4"),
     (change("q", np.float64), TypeError, "q must have dtype float32, float16 or bfloat16, got float64"),
@@ -179,16 +167,8 @@ DECODE = [
         TypeError,
         "k_cache must have dtype float16, that of q, or be fp8, got float32",
     ),
-    (
-        change("k_cache", np.float64),
-        TypeError,
-        "k_cache must have dtype float32, float16 or bfloat16, got float64",
-    ),
-    (
-        change("v_cache", np.float16),
-        TypeError,
-        "v_cache must have dtype float32, that of k_cache, got float16",
-    ),
+    (change("k_cache", np.float64), TypeError, "k_cache must have dtype float32, float16 or bfloat16, got float64"),
+    (change("v_cache", np.float16), TypeError, "v_cache must have dtype float32, that of k_cache, got float16"),
     (
         fp8(),
         TypeError,
@@ -205,11 +185,7 @@ DECODE = [
         TypeError,
         "k_cache must have dtype uint8 for kv_dtype 'fp8_e5m2', got float8_e5m2: pass k_cache.view(torch.uint8)",
     ),
-    (
-        {"kv_dtype": "fp8_e5m2"},
-        TypeError,
-        "k_cache must have dtype uint8 for kv_dtype 'fp8_e5m2', got float32",
-    ),
+    ({"kv_dtype": "fp8_e5m2"}, TypeError, "k_cache must have dtype uint8 for kv_dtype 'fp8_e5m2', got float32"),
     (
         {"kv_dtype": "fp8_e5m2", "k_cache": fp8()["k_cache"]},
         TypeError,
@@ -227,11 +203,7 @@ DECODE = [
     ),
     ({"out": np.zeros((B, HQ, D))}, TypeError, "out must have dtype float32, that of q, got float64"),
     # strides and alignment
-    (
-        change("q", spread),
-        ValueError,
-        "q must be contiguous along its last axis, got strides (512, 128, 8) in bytes",
-    ),
+    (change("q", spread), ValueError, "q must be contiguous along its last axis, got strides (512, 128, 8) in bytes"),
     (
         change("k_cache", lambda x: x[..., ::-1]),
         ValueError,
@@ -269,34 +241,34 @@ DECODE = [
     ),
     # values
     (
-        change("seq_lens", lambda x: with_value(x, 1, -1)),
+        at("seq_lens", 1, -1),
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got -1 for sequence 1",
     ),
     (
-        change("seq_lens", lambda x: with_value(x, 2, 13)),
+        at("seq_lens", 2, 13),
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 2",
     ),
     ({"max_seq_len": 11}, ValueError, "seq_lens must be in 0..max_seq_len = 0..11, got 12 for sequence 0"),
     ({"max_seq_len": 0}, ValueError, "seq_lens must be in 0..max_seq_len = 0..0, got 12 for sequence 0"),
     (
-        change("seq_lens", lambda x: with_value(x, 1, -1), max_seq_len=12),
+        at("seq_lens", 1, -1, max_seq_len=12),
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got -1 for sequence 1",
     ),
     (
-        change("seq_lens", lambda x: with_value(x, 2, 13), max_seq_len=100),
+        at("seq_lens", 2, 13, max_seq_len=100),
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 2",
     ),
     (
-        change("block_tables", lambda x: with_value(x, (1, 1), -1)),
+        at("block_tables", (1, 1), -1),
         IndexError,
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got -1 for sequence 1, column 1",
     ),
     (
-        change("block_tables", lambda x: with_value(x, (0, 2), N)),
+        at("block_tables", (0, 2), N),
         IndexError,
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 8 for sequence 0, column 2",
     ),
@@ -306,7 +278,7 @@ DECODE = [
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 8 for sequence 1, column 1",
     ),
     (
-        change("block_tables", lambda x: with_value(x, (1, 0), 2**31 - 1)),
+        at("block_tables", (1, 0), 2**31 - 1),
         IndexError,
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got 2147483647 for sequence 1, column 0",
     ),
@@ -325,16 +297,8 @@ PREFILL = [
     (change("seq_lens", lambda x: x[:2]), ValueError, "seq_lens must have shape (num_seqs,) = (3,), got (2,)"),
     ({"out": np.zeros((8, HQ, D), np.float32)}, ValueError, f"out must have shape {T} = (9, 4, 16), got (8, 4, 16)"),
     (change("query_starts", np.int64), TypeError, "query_starts must have dtype int32, got int64"),
-    (
-        change("query_starts", lambda x: with_value(x, 0, 1)),
-        ValueError,
-        "query_starts must begin with 0, got 1",
-    ),
-    (
-        change("query_starts", lambda x: with_value(x, 1, 8)),
-        ValueError,
-        "query_starts must never decrease, got 8 and then 7 for sequence 1",
-    ),
+    (at("query_starts", 0, 1), ValueError, "query_starts must begin with 0, got 1"),
+    (at("query_starts", 1, 8), ValueError, "query_starts must never decrease, got 8 and then 7 for sequence 1"),
     (
         {"query_starts": np.array([0, -(2**31), 2**31 - 1, 2**31 - 1], np.int32)},
         ValueError,
@@ -345,18 +309,14 @@ PREFILL = [
         ValueError,
         "query_starts must never decrease, got 2147483647 and then -2147483648 for sequence 1",
     ),
+    (at("query_starts", 3, 10), ValueError, "query_starts must end at or before num_tokens = 9, got 10"),
     (
-        change("query_starts", lambda x: with_value(x, 3, 10)),
-        ValueError,
-        "query_starts must end at or before num_tokens = 9, got 10",
-    ),
-    (
-        change("query_starts", lambda x: with_value(x, 3, 8)),
+        at("query_starts", 3, 8),
         ValueError,
         "query_starts must give no sequence more tokens than its seq_len, got 1 tokens for sequence 2 of length 0",
     ),
     (
-        change("seq_lens", lambda x: with_value(x, 1, 13)),
+        at("seq_lens", 1, 13),
         ValueError,
         "seq_lens must be in 0..max_blocks * block_size = 0..12, got 13 for sequence 1",
     ),
@@ -394,16 +354,13 @@ PREFILL = [
         "alibi_slopes must have shape (num_seqs, num_heads) = (3, 4), got (2, 4)",
     ),
     (
-        change("block_tables", lambda x: with_value(x, (0, 2), -5)),
+        at("block_tables", (0, 2), -5),
         IndexError,
         "block_tables must hold block ids in 0..num_blocks-1 = 0..7, got -5 for sequence 0, column 2",
     ),
 ]
 
-CASES = [
-    *(("decode_attention", *case) for case in DECODE),
-    *(("prefill_attention", *case) for case in PREFILL),
-]
+CASES = [*(("decode_attention", *case) for case in DECODE), *(("prefill_attention", *case) for case in PREFILL)]
 
 
 @pytest.mark.parametrize(("operation", "changes", "error", "message", "side"), on_every_side(CASES))

@@ -12,6 +12,7 @@ from ..support.wrong_arguments import (
     N,
     OnDevice,
     P,
+    at,
     call,
     change,
     check_on_every_side,
@@ -20,7 +21,6 @@ from ..support.wrong_arguments import (
     on_every_side,
     read_only,
     spread,
-    with_value,
 )
 
 KV = "(num_tokens, num_kv_heads, head_dim)"
@@ -48,11 +48,7 @@ WRITE = [
     (change("v", lambda x: x[:2]), ValueError, f"v must have shape {KV} = (3, 2, 16), got (2, 2, 16)"),
     (change("slots", lambda x: x[:2]), ValueError, "slots must have shape (num_tokens,) = (3,), got (2,)"),
     (change("k_cache", lambda x: x[0]), ValueError, f"k_cache must have shape {NHD} in layout NHD, got (4, 2, 16)"),
-    (
-        change("v", np.float16),
-        TypeError,
-        "v must have dtype float32, that of the cache, got float16",
-    ),
+    (change("v", np.float16), TypeError, "v must have dtype float32, that of the cache, got float16"),
     (
         {name: np.zeros((N, P, HKV, D), BF16) for name in ("k_cache", "v_cache")} | change("k", np.float16),
         TypeError,
@@ -84,22 +80,10 @@ WRITE = [
     ({"layout": "NCHW"}, ValueError, 'layout must be "NHD", "HND" or "vllm", got \'NCHW\''),
     ({"check": "yes"}, TypeError, "check must be None, True or False, got 'yes'"),
     ({"k_scale": 2.0}, ValueError, "k_scale needs an fp8 cache, got a cache of float32"),
-    (
-        change("slots", lambda x: with_value(x, 2, 32)),
-        IndexError,
-        "slots must be below num_blocks * block_size = 32, got 32 for token 2",
-    ),
-    (
-        change("slots", lambda x: with_value(x, 1, 2**62)),
-        IndexError,
-        f"slots must be below num_blocks * block_size = 32, got {2**62} for token 1",
-    ),
+    (at("slots", 2, 32), IndexError, "slots must be below num_blocks * block_size = 32, got 32 for token 2"),
+    (at("slots", 1, 2**62), IndexError, f"slots must be below num_blocks * block_size = 32, got {2**62} for token 1"),
     ({"slots": np.array([0, 5, 5])}, ValueError, "slots must name a slot once, got 5 for tokens 1 and 2"),
-    (
-        change("slots", lambda x: with_value(x, 2, 31)),
-        ValueError,
-        "slots must name a slot once, got 31 for tokens 0 and 2",
-    ),
+    (at("slots", 2, 31), ValueError, "slots must name a slot once, got 31 for tokens 0 and 2"),
 ]
 
 TABLE = "(max_positions, rotary_dim / 2)"
@@ -225,30 +209,18 @@ COPY = [
     ({"v_cache": Change("k_cache", lambda x: x)}, ValueError, "k_cache must not overlap v_cache"),
     (combined_overlap(), ValueError, "k_cache must not overlap v_cache"),
     (
-        change("pairs", lambda x: with_value(x, (1, 0), -1)),
+        at("pairs", (1, 0), -1),
         IndexError,
         "pairs must hold block ids in 0..num_blocks-1 = 0..7, got source -1 in pair 1",
     ),
     (
-        change("pairs", lambda x: with_value(x, (2, 1), 8)),
+        at("pairs", (2, 1), 8),
         IndexError,
         "pairs must hold block ids in 0..num_blocks-1 = 0..7, got destination 8 in pair 2",
     ),
-    (
-        change("pairs", lambda x: with_value(x, (2, 1), 1)),
-        ValueError,
-        "pairs must name a destination once, got destination 1 twice",
-    ),
-    (
-        change("pairs", lambda x: with_value(x, (2, 1), 0)),
-        ValueError,
-        "pairs must not use a destination as a source, got block 0 as both",
-    ),
-    (
-        change("pairs", lambda x: with_value(x, (2, 1), 3)),
-        ValueError,
-        "pairs must not use a destination as a source, got block 3 as both",
-    ),
+    (at("pairs", (2, 1), 1), ValueError, "pairs must name a destination once, got destination 1 twice"),
+    (at("pairs", (2, 1), 0), ValueError, "pairs must not use a destination as a source, got block 0 as both"),
+    (at("pairs", (2, 1), 3), ValueError, "pairs must not use a destination as a source, got block 3 as both"),
 ]
 
 SWAP = [
@@ -272,21 +244,13 @@ SWAP = [
     ),
     (change("destination", read_only), ValueError, "destination must be writable, got a read-only array"),
     ({"source": Change("destination", lambda x: x[1:])}, ValueError, "destination must not overlap source"),
+    (at("pairs", (0, 0), 8), IndexError, "pairs must hold block ids in 0..num_blocks-1 = 0..7, got source 8 in pair 0"),
     (
-        change("pairs", lambda x: with_value(x, (0, 0), 8)),
-        IndexError,
-        "pairs must hold block ids in 0..num_blocks-1 = 0..7, got source 8 in pair 0",
-    ),
-    (
-        change("pairs", lambda x: with_value(x, (2, 1), 16)),
+        at("pairs", (2, 1), 16),
         IndexError,
         "pairs must hold block ids in 0..num_blocks-1 = 0..15, got destination 16 in pair 2",
     ),
-    (
-        change("pairs", lambda x: with_value(x, (2, 1), 1)),
-        ValueError,
-        "pairs must name a destination once, got destination 1 twice",
-    ),
+    (at("pairs", (2, 1), 1), ValueError, "pairs must name a destination once, got destination 1 twice"),
     (
         {"source": Change("destination", lambda x: x)},
         ValueError,

@@ -112,10 +112,7 @@ PREFILL = [
     ({"exact": 0}, TypeError, "exact must be True or False, got 0"),
 ]
 
-CASES = [
-    *(("decode_attention", *case) for case in DECODE),
-    *(("prefill_attention", *case) for case in PREFILL),
-]
+CASES = [*(("decode_attention", *case) for case in DECODE), *(("prefill_attention", *case) for case in PREFILL)]
 
 
 @pytest.mark.parametrize(("operation", "changes", "error", "message", "side"), on_every_side(CASES))
