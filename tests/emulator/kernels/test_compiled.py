@@ -307,3 +307,31 @@ def test_float16_arithmetic_of_numba_calls_external_functions():
     h = X.astype("f2")
     with pytest.raises(UnsupportedInstructionError, match="external"):
         run_arrays(kernel, 1, N, h, h.copy())
+
+
+@pytest.mark.parametrize("fastmath", [False, True, {"contract"}])
+def test_infinities(fastmath):
+    def kernel(a, o, n):
+        t = cuda.threadIdx.x
+        m = f32(-math.inf)
+        for i in range(n):
+            m = max(m, a[t * 4 + i])
+        s = f32(0.0)
+        for i in range(n):
+            s += math.exp(a[t * 4 + i] - m)
+        o[t] = f32(-7.0) if m == -math.inf else s
+
+    o = np.zeros(32, "f4")
+    for n in (0, 4):
+        run_arrays(kernel, 1, 32, np.full(128, -np.inf, "f4"), o, n, fastmath=fastmath)
+        assert (o == -7).all()
+
+
+def test_maximum_ignores_nan():
+    def kernel(a, b, o):
+        t = cuda.threadIdx.x
+        o[t] = max(a[t], b[t])
+
+    x, o = np.array([np.nan, 0, 2, np.nan] * 8, "f4"), np.zeros(32, "f4")
+    run_arrays(kernel, 1, 32, x, np.ones(32, "f4"), o)
+    np.testing.assert_array_equal(o, [1, 1, 2, 1] * 8)
