@@ -189,12 +189,12 @@ MUTANTS = [
         "write: fp8 rounding ignores the low 16 bits of float32",
         "    low += np.uint32(0xFFFF)\n",
         "",
-        "tests/cpu/test_blocks.py::test_fp8_rounding_of_every_16_bit_pattern",
+        "tests/operations/test_caches.py::test_fp8_rounding_of_every_16_bit_pattern",
     ),
     Mutant(
         "merge: the output of a state without keys is multiplied by 0",
         "term if weight.all() else np.where(weight[..., None] != 0, term, np.float32(0))",
         "term",
-        "tests/cpu/test_merge.py::test_a_state_without_keys_may_hold_anything",
+        "tests/operations/test_merge.py::test_a_state_without_keys_may_hold_anything",
     ),
 ]

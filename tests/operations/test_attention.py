@@ -1,23 +1,19 @@
-"""How the public operations treat their arrays and options, and merge_states against the oracle."""
+"""How the public operations treat their arrays and options."""
 
 import math
 from inspect import signature
 
-import hypothesis.strategies as st
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 
 import pagedkv
-from pagedkv import reference
 from pagedkv.calls import AttentionArguments, per_head
 from pagedkv.cpu import backend
 from pagedkv.cuda.plans import cache as plans
 from pagedkv.operations import attention as operations
 
-from ..support.problems import FLOATS, error_bound
+from ..support.problems import FLOATS
 from ..support.strategies import own_parity
 from ..support.wrong_arguments import (
     BF16,
@@ -248,96 +244,6 @@ def test_scales_become_one_per_head(kernel, given_scale, expected):
 )
 def test_accepted_query_starts(kernel, starts):
     assert prefill(query_starts=np.array(starts, np.int32)).shape == (9, HQ, D)
-
-
-@st.composite
-def states(draw):
-    """Partial states: outputs, LSEs with -inf, and garbage where the LSE is -inf."""
-    num_states, rows, heads, head_dim = draw(st.tuples(*(st.integers(1, n) for n in (5, 4, 3, 9))))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    outs = rng.standard_normal((num_states, rows, heads, head_dim)).astype(np.float32)
-    lses = (rng.standard_normal((num_states, rows, heads)) * draw(st.sampled_from([1, 100]))).astype(np.float32)
-    empty = rng.random(lses.shape) < draw(st.sampled_from([0, 0.5, 0.9]))
-    lses[empty] = -np.inf
-    outs[empty] = draw(st.sampled_from([0, np.nan, np.inf]))
-    return outs, lses, empty
-
-
-@given(states(), st.sampled_from(list(FLOATS)))
-def test_merge_states(state, dtype):
-    outs, lses, empty = state
-    outs = outs.astype(FLOATS[dtype])
-    out, lse = pagedkv.merge_states(outs, lses)
-    assert (out.dtype, lse.dtype) == (FLOATS[dtype], np.float32)
-    exact, exact_lse = reference.merge_states(np.where(empty[..., None], 0, outs.astype(np.float64)), lses)
-    bound = error_bound(exact, exact.astype(FLOATS[dtype]).astype(np.float64))
-    assert np.abs(out.astype(np.float64) - exact).max() <= bound
-    none = empty.all(axis=0)
-    np.testing.assert_array_equal(lse == -np.inf, none)
-    assert (out[none] == 0).all()
-    np.testing.assert_allclose(lse[~none], exact_lse[~none], rtol=1e-6, atol=1e-5)
-
-    as_lists = pagedkv.merge_states(list(outs), tuple(lses))
-    np.testing.assert_array_equal(as_lists[0], out)
-    np.testing.assert_array_equal(as_lists[1], lse)
-    backwards, lse_backwards = pagedkv.merge_states(outs[::-1].copy(), lses[::-1].copy())
-    assert np.abs(backwards.astype(np.float64) - exact).max() <= bound
-    np.testing.assert_allclose(lse_backwards, lse, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_merging_with_nothing_changes_nothing(dtype):
-    rng = np.random.default_rng(3)
-    out = rng.standard_normal((5, 2, 8)).astype(FLOATS[dtype])
-    lse = rng.standard_normal((5, 2)).astype(np.float32)
-    nothing = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
-    for outs, lses in (([out], [lse]), ([out, nothing[0]], [lse, nothing[1]]), ([nothing[0], out], [nothing[1], lse])):
-        merged, merged_lse = pagedkv.merge_states(outs, lses)
-        np.testing.assert_array_equal(merged, out)
-        np.testing.assert_array_equal(merged_lse, lse)
-
-
-def test_merged_halves_are_the_whole():
-    rng = np.random.default_rng(4)
-    scores = rng.standard_normal((3, 2, 50)) * 5
-    values = rng.standard_normal((50, 2, 8))
-
-    def attend(keys):
-        weights = np.exp(scores[:, :, keys])
-        out = np.einsum("rhk,khd->rhd", weights, values[keys]) / weights.sum(-1)[..., None]
-        return out.astype(np.float32), np.log(weights.sum(-1)).astype(np.float32)
-
-    parts = [attend(slice(0, 1)), attend(slice(1, 33)), attend(slice(33, 50))]
-    out, lse = pagedkv.merge_states([part[0] for part in parts], [part[1] for part in parts])
-    whole, whole_lse = attend(slice(None))
-    np.testing.assert_allclose(out, whole, atol=1e-6)
-    np.testing.assert_allclose(lse, whole_lse, atol=1e-6)
-
-
-def test_merge_keeps_nan_of_states_that_have_keys():
-    outs = np.array([[[[np.nan, 1.0]]], [[[1.0, 1.0]]]], np.float32)
-    out, lse = pagedkv.merge_states(outs, np.zeros((2, 1, 1), np.float32))
-    assert np.isnan(out[0, 0, 0])
-    assert out[0, 0, 1] == 1
-    assert lse == np.log(np.float32(2))
-    out, lse = pagedkv.merge_states(np.ones((2, 1, 1, 8), np.float32), np.array([[[np.nan]], [[0]]], np.float32))
-    assert np.isnan(out).all()
-    assert np.isnan(lse).all()
-
-
-def test_merge_torch():
-    outs, lses = torch.ones(2, 3, 2, 8, dtype=torch.bfloat16), torch.zeros(2, 3, 2)
-    for stacked in (True, False):
-        out, lse = pagedkv.merge_states(outs if stacked else list(outs), lses if stacked else list(lses))
-        assert out.dtype == torch.bfloat16
-        assert (out == 1).all()
-        assert torch.allclose(lse, torch.full((3, 2), math.log(2)))
-
-
-def test_merge_no_rows():
-    out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), ml_dtypes.bfloat16), np.zeros((2, 0, 4), np.float32))
-    assert out.shape == (0, 4, 8)
-    assert lse.shape == (0, 4)
 
 
 @pytest.mark.parametrize("operation", [pagedkv.decode_attention, pagedkv.prefill_attention])

@@ -1,4 +1,4 @@
-"""Writing, gathering, copying and swapping blocks, against loops over single tokens."""
+"""Writing, gathering, copying and swapping blocks on the host, against the reference and bit by bit."""
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -8,260 +8,294 @@ import torch
 from hypothesis import given
 
 import pagedkv
-from pagedkv.layouts import FP8_DTYPES, LAYOUTS, cache_shapes
+from pagedkv import reference
+from pagedkv.testing.calls import check_write
+from pagedkv.testing.problems.writes import tokens, write_specs
 
-from ..support.problems import FLOATS
+from ..support.bits import bits
+from ..support.problems import FLOATS, Spec, as_torch, build, in_layout
+from ..support.rotary_cases import tables_of
 
-KINDS = [*FLOATS, *FP8_DTYPES]
-
-
-def kv_options(kind):
-    return {"kv_dtype": kind} if kind in FP8_DTYPES else {}
-
-
-def element(kind):
-    return FLOATS.get(kind, np.dtype(np.uint8))
+KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
+LAYOUTS = ["NHD", "HND", "vllm"]
 
 
-def token(cache, layout, slot, block_size, *, is_k):
-    """The elements (Hkv, D) of one slot, gathered element by element of the layout's definition."""
-    block, offset = divmod(slot, block_size)
-    if layout == "NHD":
-        return cache[block, offset]
-    if layout == "HND" or not is_k:
-        return cache[block, :, offset] if layout == "HND" else cache[block, :, :, offset]
-    x = cache.shape[-1]
-    return np.stack([cache[block, :, d // x, offset, d % x] for d in range(x * cache.shape[2])], axis=-1)
+@given(write=write_specs())
+def test_write_oracle(write):
+    """Every bit of the caches: what is written, what is skipped, and everything else."""
+    check_write(write)
 
 
-def caches(rng, layout, kind, num_blocks, block_size, heads, head_dim, combined=False):
-    """Caches of random bits, so that whatever moves is noticed."""
-    dtype = element(kind)
-    shapes = cache_shapes(layout, num_blocks, block_size, heads, head_dim, dtype.itemsize)
-    result = []
-    for shape in shapes:
-        raw = rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-        result.append(raw.view(dtype)[..., 0])
-    if not combined:
-        return [np.ascontiguousarray(x) for x in result]
-    both = np.empty((num_blocks, 2, result[0][0].size if num_blocks else 1), dtype)
-    views = [both[:, i].reshape(shape) for i, shape in enumerate(shapes)]
-    for view, x in zip(views, result, strict=True):
-        view.view(np.uint8)[...] = np.ascontiguousarray(x).view(np.uint8)
-    return views
+@given(write=write_specs(), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
+def test_keys_are_rotated_on_their_way(write, half, interleaved, wide):
+    """The bits of apply_rotary and then write_kv; of the oracle, which rounds later, the values."""
+    spec, token_dtype, count = write.cache, write.token_dtype, write.num_tokens
+    problem = build(spec)
+    rng = np.random.default_rng(spec.seed)
+    k, v = rng.standard_normal((2, count, spec.num_kv_heads, spec.head_dim), np.float32).astype(FLOATS[token_dtype])
+    cos, sin = tables_of(rng, 30, half, FLOATS["float32" if wide else token_dtype])
+    positions = rng.integers(0, 30, count, np.int64 if wide else np.int32)
+    slots = rng.permutation(len(problem.k_cache) * spec.block_size)[:count]
+    skipped = rng.random(count) < 0.2
+    slots[skipped] = -1
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    caches, expected, oracle = ([x.copy() for x in (problem.k_cache, problem.v_cache)] for _ in range(3))
+    rotated = pagedkv.apply_rotary(k, None, cos, sin, positions, interleaved=interleaved)[0]
+    pagedkv.write_kv(rotated, v, *expected, slots, **options)
+    positions[skipped] = 99
+    rotation = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
+    before = [x.tobytes() for x in (k, v, cos, sin, positions)]
+    pagedkv.write_kv(k, v, *caches, slots, **options, **rotation)
+    assert [x.tobytes() for x in (k, v, cos, sin, positions)] == before
+    for cache, wanted in zip(caches, expected, strict=True):
+        np.testing.assert_array_equal(bits(cache), bits(wanted))
+    reference.write_kv(k, v, *oracle, slots, **options, **rotation)
+    blocks, num_slots = np.arange(len(caches[0])), len(caches[0]) * spec.block_size
+    near, exact = (reference.gather_kv(*x, blocks, num_slots, **options)[0][slots[~skipped]] for x in (caches, oracle))
+    # A rounding to either dtype may go the other way, and where two products cancel, float32 has lost what is left.
+    stored = ml_dtypes.finfo(reference.FP8_DTYPES.get(spec.kv_dtype) or FLOATS[spec.kv_dtype])
+    steps = float(stored.eps) + float(ml_dtypes.finfo(FLOATS[token_dtype]).eps)
+    lost = 2.0**-21 * np.abs(exact).max(axis=-1, keepdims=True, initial=0)
+    least = float(stored.smallest_subnormal) * np.max(1.0 if options["k_scale"] is None else options["k_scale"])
+    assert (np.abs(near - exact) <= steps * np.abs(exact) + lost + least).all()
 
 
-def bits(x):
-    return np.ascontiguousarray(x).view(np.uint8)
+def test_a_token_lies_where_its_layout_says():
+    """Slot 13 of blocks of 8 is offset 5 of block 1; in layout vllm, K has vectors of 16 bytes along the dims."""
+    k, v = np.random.default_rng(0).standard_normal((2, 1, 2, 16), np.float32)
+    for layout, index in (("NHD", (1, 5)), ("HND", (1, slice(None), 5))):
+        caches = np.zeros((2, 3, *((8, 2) if layout == "NHD" else (2, 8)), 16), np.float32)
+        pagedkv.write_kv(k, v, *caches, np.array([13]), layout=layout)
+        for cache, token in zip(caches, (k, v), strict=True):
+            np.testing.assert_array_equal(cache[index], token[0])
+    k_cache, v_cache = np.zeros((3, 2, 4, 8, 4), np.float32), np.zeros((3, 2, 16, 8), np.float32)
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.array([13]), layout="vllm")
+    for head, dim in np.ndindex(2, 16):
+        assert k_cache[1, head, dim // 4, 5, dim % 4] == k[0, head, dim]
+        assert v_cache[1, head, dim, 5] == v[0, head, dim]
 
 
-def stored(x, kind, scale):
-    """What the cache keeps of x (Hkv, D), by ml_dtypes' own rounding."""
-    if kind in FLOATS:
-        with np.errstate(over="ignore"):
-            return x.astype(FLOATS[kind])
-    largest = float(ml_dtypes.finfo(FP8_DTYPES[kind]).max)
-    scaled = x.astype(np.float32) / np.broadcast_to(np.asarray(scale, np.float32), len(x))[:, None]
-    return np.clip(scaled, -largest, largest).astype(FP8_DTYPES[kind]).view(np.uint8)
-
-
-@st.composite
-def problems(draw):
-    layout, kind = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(KINDS))
-    block_size = draw(st.sampled_from([8, 16, 32] if layout == "vllm" else [1, 3, 8, 16]))
-    heads = draw(st.integers(1, 3))
-    head_dim = draw(st.sampled_from([16, 64] if layout == "vllm" else [8, 24, 64]))
-    num_blocks = draw(st.integers(1, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    k_cache, v_cache = caches(rng, layout, kind, num_blocks, block_size, heads, head_dim, draw(st.booleans()))
-    num_tokens = draw(st.integers(0, num_blocks * block_size))
-    slots = rng.permutation(num_blocks * block_size)[:num_tokens]
-    slots[rng.random(num_tokens) < draw(st.sampled_from([0, 0, 0.3]))] = draw(st.sampled_from([-1, -(2**63)]))
-    given_dtypes = list(FLOATS) if kind in FP8_DTYPES else [kind, "float32"]
-    k = (rng.standard_normal((num_tokens, heads, head_dim)) * 3).astype(FLOATS[draw(st.sampled_from(given_dtypes))])
-    v = (rng.standard_normal((num_tokens, heads, head_dim)) * 3).astype(FLOATS[draw(st.sampled_from(given_dtypes))])
-    options = {"layout": layout, **kv_options(kind)}
-    if kind in FP8_DTYPES and draw(st.booleans()):
-        options |= {"k_scale": draw(st.sampled_from([0.5, 3])), "v_scale": rng.random(heads, np.float32) + 0.1}
-    return kind, block_size, (k, v, k_cache, v_cache, slots), options
-
-
-@given(problems())
-def test_write_kv(problem):
-    kind, block_size, (k, v, k_cache, v_cache, slots), options = problem
-    expected = k_cache.copy(), v_cache.copy()
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            block, offset = divmod(slot, block_size)
-            for x, cache, scale in ((k, expected[0], "k_scale"), (v, expected[1], "v_scale")):
-                code = stored(x[row], kind, options.get(scale, 1.0))
-                if options["layout"] == "NHD":
-                    cache[block, offset] = code
-                elif options["layout"] == "HND":
-                    cache[block, :, offset] = code
-                elif x is v:
-                    cache[block, :, :, offset] = code
-                else:
-                    cache[block, :, :, offset] = code.reshape(len(code), -1, cache.shape[-1])
-    assert pagedkv.write_kv(k, v, k_cache, v_cache, slots, **options) is None
-    np.testing.assert_array_equal(bits(k_cache), bits(expected[0]))
-    np.testing.assert_array_equal(bits(v_cache), bits(expected[1]))
-
-
-@given(problems(), st.data())
-def test_gather_kv(problem, data):
-    kind, block_size, (_, _, k_cache, v_cache, _), options = problem
-    num_blocks = len(k_cache)
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    table = rng.integers(0, num_blocks, 5).astype(np.int32)
-    seq_len = data.draw(st.integers(0, 5 * block_size))
-    table[-(-seq_len // block_size) :] = data.draw(st.sampled_from([-1, 2**31 - 1]))
-    k, v = pagedkv.gather_kv(k_cache, v_cache, table, seq_len, **options)
-    for x, cache, scale in ((k, k_cache, "k_scale"), (v, v_cache, "v_scale")):
-        assert x.flags.c_contiguous
-        for position in range(seq_len):
-            slot = int(table[position // block_size]) * block_size + position % block_size
-            code = np.ascontiguousarray(token(cache, options["layout"], slot, block_size, is_k=x is k))
-            if kind in FP8_DTYPES:
-                factor = np.broadcast_to(np.asarray(options.get(scale, 1.0), np.float32), len(code))[:, None]
-                np.testing.assert_array_equal(x[position], code.view(FP8_DTYPES[kind]).astype(np.float32) * factor)
-            else:
-                np.testing.assert_array_equal(bits(x[position]), bits(code))
-    assert k.dtype == v.dtype == FLOATS.get(kind, np.dtype(np.float32))
-    assert len(k) == len(v) == seq_len
-
-
-def write_one(values, kind, dtype, scale=None):
-    """The codes of single values, through a cache with one slot for every 8 of them."""
-    x = np.zeros(-(-len(values) // 8) * 8, dtype)
-    x[: len(values)] = values
+@pytest.mark.parametrize("token_dtype", FLOATS)
+@pytest.mark.parametrize("kv_dtype", reference.FP8_DTYPES)
+def test_fp8_rounding_of_every_16_bit_pattern(kv_dtype, token_dtype):
+    """Nearest even, saturated at the largest finite value, NaN kept; for float32 also what lies between."""
+    patterns = np.arange(2**16, dtype=np.uint16)
+    if token_dtype == "float32":
+        low = np.random.default_rng(0).choice(np.array([0, 1, 0x8000, 0xFFFF], np.uint32), 2**16)
+        x = (patterns.astype(np.uint32) << 16 | low).view(np.float32)
+    else:
+        x = patterns.view(FLOATS[token_dtype])
     x = x.reshape(-1, 1, 8)
-    k_cache, v_cache = np.zeros((2, len(x), 1, 1, 8), element(kind))
-    options = {} if scale is None else {"k_scale": scale, "v_scale": scale}
-    pagedkv.write_kv(x, x, k_cache, v_cache, np.arange(len(x)), **kv_options(kind), **options)
-    np.testing.assert_array_equal(bits(k_cache), bits(v_cache))
-    return k_cache.reshape(-1)[: len(values)]
+    k_cache, v_cache = np.zeros((2, len(x), 1, 1, 8), np.uint8)
+    pagedkv.write_kv(x, x, k_cache, v_cache, np.arange(len(x)), kv_dtype=kv_dtype, v_scale=3.0)
+    fp8 = reference.FP8_DTYPES[kv_dtype]
+    for cache, scale in ((k_cache, 1.0), (v_cache, 3.0)):
+        largest = np.float32(ml_dtypes.finfo(fp8).max)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            wanted = np.clip(x.astype(np.float32) / np.float32(scale), -largest, largest).astype(fp8)
+        written = cache.reshape(x.shape).view(fp8)
+        is_nan = np.isnan(x.astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(written.astype(np.float32)), is_nan)
+        np.testing.assert_array_equal(written.view(np.uint8)[~is_nan], wanted.view(np.uint8)[~is_nan])
 
 
-@pytest.mark.parametrize("kind", FP8_DTYPES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_fp8_of_every_16_bit_value(kind, dtype):
-    values = np.arange(2**16, dtype=np.uint16).view(FLOATS[dtype])
-    largest = float(ml_dtypes.finfo(FP8_DTYPES[kind]).max)
-    with np.errstate(invalid="ignore"):
-        expected = np.clip(values.astype(np.float32), -largest, largest).astype(FP8_DTYPES[kind])
-    codes = write_one(values, kind, FLOATS[dtype])
-    np.testing.assert_array_equal(codes.view(FP8_DTYPES[kind]).astype(np.float32), expected.astype(np.float32))
-    assert np.isnan(values.astype(np.float32)).sum() == np.isnan(codes.view(FP8_DTYPES[kind]).astype(np.float32)).sum()
+@pytest.mark.parametrize("kv_dtype", FLOATS)
+def test_float32_tokens_are_rounded_to_nearest_even(kv_dtype):
+    """A cache of float32 keeps every bit, those of NaN too."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 2**32, 8 * 4000, dtype=np.uint32)
+    halfway = np.uint32(0x1000 if kv_dtype == "float16" else 0x8000)
+    codes[::2] = codes[::2] & ~(2 * halfway - np.uint32(1)) | halfway  # ties
+    x = codes.view(np.float32).reshape(-1, 1, 8)
+    k_cache, v_cache = np.zeros((2, len(x), 1, 1, 8), FLOATS[kv_dtype])
+    pagedkv.write_kv(x, x, k_cache, v_cache, np.arange(len(x)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = x.astype(FLOATS[kv_dtype]).astype(np.float32)
+        for cache in (k_cache, v_cache):
+            np.testing.assert_array_equal(cache.reshape(x.shape).astype(np.float32), wanted)
+            assert kv_dtype != "float32" or cache.tobytes() == x.tobytes()
 
 
-@pytest.mark.parametrize("kind", FP8_DTYPES)
-def test_fp8_rounds_to_nearest_even_and_saturates(kind):
-    dtype = FP8_DTYPES[kind]
-    finite = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
-    finite = np.unique(finite[np.isfinite(finite)])
-    middles = (finite[1:] + finite[:-1]) / 2
-    below, above = np.nextafter(middles, np.float32(-np.inf)), np.nextafter(middles, np.float32(np.inf))
-    for values, expected in ((below, finite[:-1]), (above, finite[1:])):
-        np.testing.assert_array_equal(write_one(values, kind, np.float32).view(dtype).astype(np.float32), expected)
-    codes = write_one(middles, kind, np.float32)
-    assert not (codes & 1).any()
-    nearest = codes.view(dtype).astype(np.float32)
-    assert ((nearest == finite[:-1]) | (nearest == finite[1:])).all()
-    top = finite[-1]
-    wide = np.array([top, 1.01 * top, 1e30, np.inf, -1e30, -np.inf], np.float32)
-    saturated = write_one(wide, kind, np.float32).view(dtype).astype(np.float32)
-    np.testing.assert_array_equal(saturated, [top, top, top, top, -top, -top])
-    assert np.isnan(write_one([np.nan, -np.nan], kind, np.float32).view(dtype).astype(np.float32)).all()
-    zeros = write_one([0.0, -0.0, 1e-30, -1e-30], kind, np.float32)
-    assert zeros.tolist() == [0, 0x80, 0, 0x80]
-
-
-def test_fp8_divides_by_the_scale_in_float32():
-    values = np.linspace(-500, 500, 4001, dtype=np.float32)
-    for scale in (3, 0.1, 1e-40):
-        with np.errstate(over="ignore"):
-            scaled = np.clip(values / np.float32(scale), -448, 448)
-        expected = scaled.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        np.testing.assert_array_equal(write_one(values, "fp8_e4m3", np.float32, scale), expected)
-
-
-@pytest.mark.parametrize("kind", FLOATS)
-def test_special_floats_are_kept(kind):
-    values = [np.inf, -np.inf, np.nan, 1e-40, -0.0, 3e38]
+@pytest.mark.parametrize("scale", [0.1, 1e-40])
+def test_fp8_divides_by_the_scale_in_float32(scale):
+    values = np.linspace(-500, 500, 4000, dtype=np.float32).reshape(-1, 1, 8)
+    k_cache, v_cache = np.zeros((2, len(values), 1, 1, 8), np.uint8)
+    options = {"kv_dtype": "fp8_e4m3", "k_scale": scale, "v_scale": scale}
+    pagedkv.write_kv(values, values, k_cache, v_cache, np.arange(len(values)), **options)
     with np.errstate(over="ignore"):
-        expected = np.array(values, np.float32).astype(FLOATS[kind])
-    kept = write_one(values, kind, np.float32)
-    np.testing.assert_array_equal(kept.astype(np.float32), expected.astype(np.float32))
-    payload = np.array([0x7F812345], np.uint32).view(np.float32)
-    assert write_one(payload, "float32", np.float32).view(np.uint32) == 0x7F812345
+        codes = np.clip(values / np.float32(scale), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    for cache in (k_cache, v_cache):
+        np.testing.assert_array_equal(cache.reshape(values.shape), codes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_writing_the_same_slot_twice_is_a_value_error_and_writes_nothing():
+    k_cache, v_cache = np.zeros((2, 4, 16, 2, 8), np.float32)
+    k, v = np.ones((2, 3, 2, 8), np.float32)
+    for slots in ([5, 6, 5], [5, 5, 6], [63, -1, 63]):
+        with pytest.raises(ValueError, match="slots must name a slot once"):
+            pagedkv.write_kv(k, v, k_cache, v_cache, np.array(slots))
+    assert not k_cache.any()
+    assert not v_cache.any()
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.array([-1, 63, -1]))
+    assert k_cache.sum() == v_cache.sum() == 16
+
+
+def test_no_tokens():
+    k_cache, v_cache = np.zeros((2, 4, 16, 2, 8), np.float32)
+    k, v = np.ones((2, 0, 2, 8), np.float32)
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.zeros(0, np.int64))
+    assert not k_cache.any()
+
+
+@pytest.mark.parametrize("strides", ["own", "halves", "strided"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_round_trip(dtype, layout):
-    shapes = cache_shapes(layout, 4, 8, 2, 16, dtype.itemsize)
-    k_cache, v_cache = (torch.zeros(shape, dtype=dtype) for shape in shapes)
-    k, v = torch.randn(2, 11, 2, 16).to(dtype)
-    table = torch.tensor([2, 0], dtype=torch.int32)
-    slots = torch.cat([torch.arange(16, 24), torch.arange(3)])
-    pagedkv.write_kv(k, v, k_cache, v_cache, slots, layout=layout)
-    back = pagedkv.gather_kv(k_cache, v_cache, table, 11, layout=layout)
-    assert [x.dtype for x in back] == [dtype, dtype]
-    assert torch.equal(back[0], k)
-    assert torch.equal(back[1], v)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_gather(kv_dtype, layout, strides):
+    kv_scales = "per head" if kv_dtype.startswith("fp8") else None
+    lengths = (0, 1, 15, 16, 17, 90)
+    problem = build(Spec(lengths, kv_dtype=kv_dtype, layout=layout, strides=strides, kv_scales=kv_scales))
+    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    for table, length in zip(problem.block_tables, lengths, strict=True):
+        gathered = pagedkv.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
+        expected = reference.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
+        for x, wanted in zip(gathered, expected, strict=True):
+            assert x.dtype == (np.float32 if kv_scales else FLOATS[kv_dtype])
+            assert x.shape == (length, 2, 64)
+            np.testing.assert_array_equal(x, wanted.astype(x.dtype))
+            assert not np.shares_memory(x, problem.k_cache)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_gather_of_fingerprints_names_block_slot_and_head():
+    problem = build(Spec(seq_lens=(90,), fingerprint=True, num_kv_heads=3, layout="HND"))
+    _, v = pagedkv.gather_kv(problem.k_cache, problem.v_cache, problem.block_tables[0], 90, layout="HND")
+    for position, head in ((0, 0), (15, 2), (16, 1), (89, 2)):
+        block = problem.block_tables[0, position // 16]
+        named = [block // 16, block % 16, 0, position % 16, head, 1, 2, 3]
+        np.testing.assert_array_equal(v[position, head, :8], named)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("combined", [False, True])
-def test_copy_blocks(kind, layout, combined):
-    rng = np.random.default_rng(5)
-    layers = [caches(rng, layout, kind, 6, 8, 2, 16, combined) for _ in range(3)]
-    k_caches, v_caches = zip(*layers, strict=True)
-    before = [[bits(x).copy() for x in xs] for xs in (k_caches, v_caches)]
-    pairs = np.array([[4, 1], [4, 0], [2, 5]])
-    assert pagedkv.copy_blocks(list(k_caches), v_caches, pairs) is None
-    for xs, olds in zip((k_caches, v_caches), before, strict=True):
-        for x, old in zip(xs, olds, strict=True):
-            np.testing.assert_array_equal(bits(x), old[[4, 4, 2, 3, 4, 2]])
-    k_cache, v_cache = layers[0]
-    pagedkv.copy_blocks(k_cache, v_cache, np.array([[3, 0]]))
-    np.testing.assert_array_equal(bits(k_cache), before[0][0][[3, 4, 2, 3, 4, 2]])
-    np.testing.assert_array_equal(bits(v_cache), before[1][0][[3, 4, 2, 3, 4, 2]])
+def test_torch_caches_are_written_in_place_and_gathered_as_tensors(layout):
+    for kv_dtype in KV_DTYPES:
+        spec = Spec(seq_lens=(90,), kv_dtype=kv_dtype, layout=layout)
+        problem = build(spec)
+        k, v = tokens(5, spec)
+        slots = np.arange(30, 35)
+        caches = problem.k_cache, problem.v_cache
+        torch_caches = [as_torch(x) for x in caches]
+        options = {name: problem.options.get(name) for name in ("layout", "kv_dtype")}
+        pagedkv.write_kv(k, v, *caches, slots, **options)
+        pagedkv.write_kv(as_torch(k), as_torch(v), *torch_caches, torch.from_numpy(slots), **options)
+        for cache, torch_cache in zip(caches, torch_caches, strict=True):
+            np.testing.assert_array_equal(
+                bits(as_torch(cache).view(torch.uint8).numpy()), torch_cache.view(torch.uint8)
+            )
+        table = problem.block_tables[0]
+        expected = pagedkv.gather_kv(*caches, table, 90, **options)
+        for x, wanted in zip(pagedkv.gather_kv(*torch_caches, as_torch(table), 90, **options), expected, strict=True):
+            assert torch.equal(x.nan_to_num(), as_torch(wanted).nan_to_num())
 
 
-def test_no_pairs():
-    cache = np.arange(4 * 8 * 8, dtype=np.float32).reshape(4, 8, 1, 8)
-    before = cache.copy()
-    pagedkv.copy_blocks(cache, cache.copy(), np.zeros((0, 2), np.int64))
-    pagedkv.swap_blocks(cache, cache.copy(), np.zeros((0, 2), np.int64))
-    np.testing.assert_array_equal(cache, before)
+def pools(layout, num_layers=2, kv_dtype="float32", seed=0, *, halves=False):
+    """The K and the V caches of several layers."""
+    rng = np.random.default_rng(seed)
+    layers = rng.integers(1, 2**7, (num_layers, 2, 9, 8, 2, 16)).astype(FLOATS[kv_dtype])
+    pairs = [in_layout(k, v, layout) for k, v in layers]
+    if halves:  # of one allocation, block by block
+        return [[np.stack([np.array(x, order="C")] * 2, axis=1)[:, 0] for x in xs] for xs in zip(*pairs, strict=True)]
+    return [np.array(k, order="C") for k, _ in pairs], [np.array(v, order="C") for _, v in pairs]
 
 
-@pytest.mark.parametrize("nesting", ["array", "pair", "list", "list of pairs"])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8_e4m3"])
-def test_swap_blocks(kind, nesting):
-    rng = np.random.default_rng(6)
-    sources = [caches(rng, "HND", kind, 6, 8, 2, 16) for _ in range(2)]
-    destinations = [caches(rng, "HND", kind, 4, 8, 2, 16, combined=True) for _ in range(2)]
-    nest = {
-        "array": lambda x: x[0][0],
-        "pair": lambda x: tuple(x[0]),
-        "list": lambda x: [x[0][0], x[1][0]],
-        "list of pairs": lambda x: [tuple(pair) for pair in x],
-    }[nesting]
-    moved = {"array": [(0, 0)], "pair": [(0, 0), (0, 1)], "list": [(0, 0), (1, 0)]}
-    old = [[bits(x).copy() for x in pair] for pair in destinations]
-    originals = [[bits(x).copy() for x in pair] for pair in sources]
-    assert pagedkv.swap_blocks(nest(sources), nest(destinations), np.array([[5, 0], [0, 3], [5, 2]])) is None
-    for layer in range(2):
-        for side in range(2):
-            expected = old[layer][side]
-            if (layer, side) in moved.get(nesting, [(0, 0), (0, 1), (1, 0), (1, 1)]):
-                expected[[0, 3, 2]] = originals[layer][side][[5, 0, 5]]
-            np.testing.assert_array_equal(bits(destinations[layer][side]), expected)
-            np.testing.assert_array_equal(bits(sources[layer][side]), originals[layer][side])
+@pytest.mark.parametrize("kv_dtype", FLOATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("halves", [False, True])
+def test_copy_blocks_of_all_layers(layout, kv_dtype, halves):
+    k_caches, v_caches = pools(layout, kv_dtype=kv_dtype, halves=halves)
+    before = [x.copy() for x in (*k_caches, *v_caches)]
+    pairs = np.array([[0, 5], [0, 6], [8, 1]])
+    assert pagedkv.copy_blocks(k_caches, v_caches, pairs) is None
+    for cache, old in zip((*k_caches, *v_caches), before, strict=True):
+        wanted = old.copy()
+        wanted[[5, 6, 1]] = old[[0, 0, 8]]
+        np.testing.assert_array_equal(cache, wanted)
+    pagedkv.copy_blocks(k_caches[0], v_caches[0], np.array([[5, 7]]))
+    np.testing.assert_array_equal(k_caches[0][7], before[0][0])
+    np.testing.assert_array_equal(k_caches[1][7], before[1][7])
+    before = k_caches[0].copy()
+    pagedkv.copy_blocks(k_caches[0], v_caches[0], np.zeros((0, 2), np.int64))
+    pagedkv.swap_blocks(k_caches[1], k_caches[0], np.zeros((0, 2), np.int64))
+    np.testing.assert_array_equal(k_caches[0], before)
+
+
+@pytest.mark.parametrize("block_size", [1, 31, 32, 256])
+def test_small_and_large_blocks_are_copied(block_size):
+    """Of 128 bytes a token: fewer than 4 KiB are stored in another way."""
+    rng = np.random.default_rng(block_size)
+    k_cache, v_cache = rng.normal(size=(2, 9, block_size, 2, 16)).astype(np.float32)
+    before = k_cache.copy(), v_cache.copy()
+    pairs = np.array([[0, 5], [0, 6], [8, 1]])
+    pagedkv.copy_blocks(k_cache, v_cache, pairs)
+    for cache, old in zip((k_cache, v_cache), before, strict=True):
+        old[[5, 6, 1]] = old[[0, 0, 8]]
+        np.testing.assert_array_equal(cache, old)
+
+
+def test_copying_keeps_the_bits_of_every_nan():
+    codes = np.arange(2**16, dtype=np.uint16).reshape(2, 128, 1, 256)
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        k_cache, v_cache = (np.concatenate([codes, 0 * codes]).view(dtype) for _ in range(2))
+        pagedkv.copy_blocks(k_cache, v_cache, np.array([[0, 3], [1, 2]]))
+        np.testing.assert_array_equal(k_cache.view(np.uint16)[[3, 2]], codes)
+        np.testing.assert_array_equal(v_cache.view(np.uint16)[[3, 2]], codes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_swap_blocks_between_pools(layout):
+    source, destination = pools(layout, seed=1), pools(layout, seed=2)
+    pairs = np.array([[8, 0], [2, 8], [2, 3]])
+    for arrange in (
+        lambda k, v: [list(pair) for pair in zip(k, v, strict=True)],  # layers of (k, v) pairs
+        lambda k, v: (k[0], v[0]),
+        lambda k, v: v[1],
+    ):
+        expected = [x.copy() for caches in destination for x in caches]
+        reached = arrange([0, 1], [2, 3])
+        for i in np.ravel(reached):
+            expected[i][[0, 8, 3]] = [*source[0], *source[1]][i][[8, 2, 2]]
+        assert pagedkv.swap_blocks(arrange(*source), arrange(*destination), pairs) is None
+        for cache, wanted in zip([*destination[0], *destination[1]], expected, strict=True):
+            np.testing.assert_array_equal(cache, wanted)
+        destination = pools(layout, seed=3)
+
+
+def test_swap_there_and_back_is_the_identity():
+    (device,), _ = pools("NHD", 1, seed=1)
+    host = np.full((4, *device.shape[1:]), np.nan, np.float32)
+    kept = device.copy()
+    pagedkv.swap_blocks(device, host, np.array([[7, 0], [3, 2]]))
+    device[[7, 3]] = np.nan
+    pagedkv.swap_blocks(host, device, np.array([[0, 7], [2, 3]]))
+    np.testing.assert_array_equal(device, kept)
+    assert np.isnan(host[[1, 3]]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_caches_of_more_than_2_31_elements(layout):
+    """Only the last few blocks are ever touched, so that the rest takes no memory."""
+    shape = {"NHD": (256, 4, 96), "HND": (4, 256, 96), "vllm": (4, 6, 256, 16)}[layout]
+    num_blocks = 2**31 // (256 * 4 * 96) + 3
+    k_cache = np.empty((num_blocks, *shape), np.uint8)
+    v_cache = np.empty((num_blocks, *((4, 96, 256) if layout == "vllm" else shape)), np.uint8)
+    k, v = np.random.default_rng(0).standard_normal((2, 7, 4, 96), np.float32)
+    first = (num_blocks - 1) * 256 + 30
+    options = {"layout": layout, "kv_dtype": "fp8_e5m2"}
+    pagedkv.write_kv(k, v, k_cache, v_cache, np.arange(first, first + 7), **options)
+    pagedkv.copy_blocks(k_cache, v_cache, np.array([[num_blocks - 1, num_blocks - 2]]))
+    for block in (num_blocks - 1, num_blocks - 2):
+        table = np.array([block], np.int32)
+        k_back, v_back = pagedkv.gather_kv(k_cache, v_cache, table, 37, **options)
+        np.testing.assert_array_equal(k_back[30:], k.astype(ml_dtypes.float8_e5m2).astype(np.float32))
+        np.testing.assert_array_equal(v_back[30:], v.astype(ml_dtypes.float8_e5m2).astype(np.float32))
 
 
 def test_swap_blocks_in_one_pool_and_between_halves():
@@ -272,29 +306,6 @@ def test_swap_blocks_in_one_pool_and_between_halves():
     before[3, 0] = before[0, 0]
     before[1, 1] = before[1, 0]
     np.testing.assert_array_equal(both, before)
-
-
-def test_swap_blocks_torch():
-    source, destination = torch.randn(4, 8, 2, 16).bfloat16(), torch.zeros(2, 8, 2, 16).bfloat16()
-    pagedkv.swap_blocks(source, destination, torch.tensor([[3, 1]]))
-    assert torch.equal(destination[1], source[3])
-    assert (destination[0] == 0).all()
-
-
-def test_offsets_beyond_32_bits():
-    """A cache of more than 2**31 elements, of which the system gives only the pages that are touched."""
-    num_blocks = 2**31 // (16 * 8 * 64) + 5
-    k_cache = np.zeros((num_blocks, 16, 8, 64), np.uint8)
-    v_cache = np.zeros((num_blocks, 16, 8, 64), np.uint8)
-    x = np.ones((1, 8, 64), np.float32)
-    slot = np.array([(num_blocks - 1) * 16 + 3])
-    options = {"kv_dtype": "fp8_e4m3"}
-    pagedkv.write_kv(x, 2 * x, k_cache, v_cache, slot, **options)
-    pagedkv.copy_blocks(k_cache, v_cache, np.array([[num_blocks - 1, num_blocks - 2]]))
-    k, v = pagedkv.gather_kv(k_cache, v_cache, np.array([num_blocks - 2], np.int32), 4, **options)
-    assert (k[3] == 1).all()
-    assert (v[3] == 2).all()
-    assert not k[:3].any()
 
 
 def test_swap_blocks_refuses_a_destination_that_another_copy_uses():

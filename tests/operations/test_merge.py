@@ -76,6 +76,23 @@ def test_torch_tensors_in_torch_tensors_out(dtype):
         assert torch.equal(lse, as_torch(expected_lse))
 
 
+def test_merging_keeps_nan_of_states_that_have_keys():
+    outs = np.array([[[[np.nan, 1.0]]], [[[1.0, 1.0]]]], np.float32)
+    out, lse = pagedkv.merge_states(outs, np.zeros((2, 1, 1), np.float32))
+    assert np.isnan(out[0, 0, 0])
+    assert out[0, 0, 1] == 1
+    assert lse == np.log(np.float32(2))
+    out, lse = pagedkv.merge_states(np.ones((2, 1, 1, 8), np.float32), np.array([[[np.nan]], [[0]]], np.float32))
+    assert np.isnan(out).all()
+    assert np.isnan(lse).all()
+
+
+def test_no_rows():
+    out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), FLOATS["bfloat16"]), np.zeros((2, 0, 4), np.float32))
+    assert out.shape == (0, 4, 8)
+    assert lse.shape == (0, 4)
+
+
 def close(a, b):
     for x, y in zip(a, b, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
