@@ -120,7 +120,7 @@ class _Pool:
         return 0 if self.shares.qsize() >= self.size else self.ready(min(num_items, self.size) - 1)
 
 
-class _State:
+class _PoolState:
     """The pool in use, and how many threads were asked for."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class _State:
         self._pool = None
 
 
-_state = _State()
+_state = _PoolState()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_state.forget)
 

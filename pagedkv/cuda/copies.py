@@ -42,7 +42,7 @@ class _Half:
         self.arriving: list[tuple[Bytes, Bytes]] = []
 
 
-class Copies:
+class StreamCopies:
     """Makes copies on one stream of one GPU, which must be current.
 
     Parameters

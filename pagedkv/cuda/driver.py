@@ -20,7 +20,7 @@ from ..arrays import Array
 from ..compiler.compile import Capability, CompiledKernel
 from ..environment import is_on
 from ..placement import Placement
-from .copies import Copies
+from .copies import StreamCopies
 from .device import REPORT, Arguments
 from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings
 
@@ -163,7 +163,7 @@ class CudaDevice:
         self._context = gpu.context
         self._prepared: dict[tuple[CompiledKernel, tuple[int, int, int], int], tuple[Any, Any]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
-        self._copies = Copies(gpu, stream)
+        self._copies = StreamCopies(gpu, stream)
         self.num_bytes = 0
         self.lock = threading.RLock()
 
@@ -323,7 +323,7 @@ class CudaDevice:
             copies.to_host(parts)
 
     @contextmanager
-    def _copying(self) -> Iterator[Copies]:
+    def _copying(self) -> Iterator[StreamCopies]:
         if self._for_graphs:
             raise RuntimeError(
                 "the stream is being captured by a CUDA graph, and copies between host and device are not for a "

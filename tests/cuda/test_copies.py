@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv.cuda import copies as module
-from pagedkv.cuda.copies import Copies
+from pagedkv.cuda.copies import StreamCopies
 
 STREAM = 5
 HALF_BYTES = 64
@@ -94,7 +94,7 @@ def test_what_is_sent_is_what_was_there_at_the_call(calls, pinned, seed):
     rng = np.random.default_rng(seed)
     addresses, num_bytes = places([size for sizes in calls for size in sizes])
     gpu = LazyGpu(num_bytes)
-    copies = Copies(gpu, STREAM)
+    copies = StreamCopies(gpu, STREAM)
     expected, addresses = [], iter(addresses)
     for sizes in calls:
         sources = [rng.integers(0, 256, size, np.uint8) for size in sizes]
@@ -114,7 +114,7 @@ def test_pageable_memory_is_filled_when_the_call_returns(calls, pinned, seed):
     addresses, num_bytes = places([size for sizes in calls for size in sizes])
     gpu = LazyGpu(num_bytes)
     gpu.memory[:] = rng.integers(0, 256, num_bytes, np.uint8)
-    copies, addresses = Copies(gpu, STREAM), iter(addresses)
+    copies, addresses = StreamCopies(gpu, STREAM), iter(addresses)
     later = []
     for sizes in calls:
         parts = [(np.full(size, 0xDD, np.uint8), next(addresses)) for size in sizes]
@@ -133,7 +133,7 @@ def test_pageable_memory_is_filled_when_the_call_returns(calls, pinned, seed):
 def test_pinned_memory_is_not_waited_for():
     gpu = LazyGpu(1000)
     array = gpu.pinned(400)
-    copies = Copies(gpu, STREAM)
+    copies = StreamCopies(gpu, STREAM)
     copies.to_device([(0, array), (500, array)])
     copies.to_host([(array, 100)])
     assert (gpu.num_waits, len(gpu.pinned_arrays), len(gpu.queue)) == (0, 1, 3)
@@ -141,7 +141,7 @@ def test_pinned_memory_is_not_waited_for():
 
 def test_a_little_to_the_device_is_not_waited_for():
     gpu = LazyGpu(1000)
-    copies = Copies(gpu, STREAM)
+    copies = StreamCopies(gpu, STREAM)
     for _ in range(4):
         copies.to_device([(0, np.zeros(HALF_BYTES // 4, np.uint8))])
     assert gpu.num_waits == 0
@@ -151,7 +151,7 @@ def test_a_little_to_the_device_is_not_waited_for():
 def test_a_failed_copy_leaves_nothing_for_the_next_one():
     gpu = LazyGpu(1000)
     gpu.memory[:] = 7
-    copies = Copies(gpu, STREAM)
+    copies = StreamCopies(gpu, STREAM)
     first, second, third = (np.zeros(8, np.uint8) for _ in range(3))
     fetch, fails = gpu.cuMemcpyDtoHAsync, iter([False, True])
     gpu.cuMemcpyDtoHAsync = lambda *args: 1 / 0 if next(fails) else fetch(*args)
@@ -165,7 +165,7 @@ def test_a_failed_copy_leaves_nothing_for_the_next_one():
 @pytest.mark.parametrize("dtype", [np.float16, np.int64])
 def test_any_shape_and_dtype(dtype):
     gpu = LazyGpu(1000)
-    copies = Copies(gpu, STREAM)
+    copies = StreamCopies(gpu, STREAM)
     source = np.arange(24, dtype=dtype).reshape(2, 3, 4)
     destination = np.zeros_like(source)
     copies.to_device([(16, source)])

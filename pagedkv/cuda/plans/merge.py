@@ -13,7 +13,7 @@ from ..device import LARGEST_GRID_Y, Device
 from .plan import compile_for
 
 
-class _State(NamedTuple):
+class _StateAddresses(NamedTuple):
     """The addresses of an output and its LSE; strides of rows and heads of the output, and of rows of the LSE."""
 
     out: int
@@ -40,7 +40,7 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
     num_rows, num_heads, head_dim = out.shape
     kind = out.dtype.name
     states = [
-        _State(
+        _StateAddresses(
             device.address(f"outs[{i}]", state),
             device.address(f"lses[{i}]", state_lse),
             (state.strides[0], state.strides[1], state_lse.strides[0]),
@@ -48,7 +48,7 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
         )
         for i, (state, state_lse) in enumerate(zip(call.outs, call.lses, strict=True))
     ]
-    result = _State(device.address("out", out), device.address("lse", lse), (0, 0, 0), kind)
+    result = _StateAddresses(device.address("out", out), device.address("lse", lse), (0, 0, 0), kind)
     elements = _elements(out.itemsize, head_dim, [*states, result])
     sizes = num_rows * num_heads * head_dim * 4, num_rows * num_heads * 4
     turn = 0
@@ -59,7 +59,9 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
             strides = num_heads * head_dim * 4, head_dim * 4, num_heads * 4
             # Two workspaces in turn: a launch reads the one of the launch before while it writes the other.
             names = f"merge_out_{turn % 2}", f"merge_lse_{turn % 2}"
-            target = _State(device.scratch(names[0], sizes[0]), device.scratch(names[1], sizes[1]), strides, "float32")
+            target = _StateAddresses(
+                device.scratch(names[0], sizes[0]), device.scratch(names[1], sizes[1]), strides, "float32"
+            )
             states = [target, *states]
         config = MergeConfig(now[0].kind, kind, target.kind, len(now), head_dim, elements)
         filled = now + now[-1:] * (MAX_STATES - len(now))
@@ -77,7 +79,7 @@ def merge_states(device: Device, call: MergeCall, out: Array, lse: Array) -> Non
         turn += 1
 
 
-def _elements(itemsize: int, head_dim: int, states: Sequence[_State]) -> int:
+def _elements(itemsize: int, head_dim: int, states: Sequence[_StateAddresses]) -> int:
     """The most elements of a vector for which every address of every state is aligned."""
     bits = VECTOR_BYTES | head_dim * itemsize
     for state in states:

@@ -38,17 +38,17 @@ class Operand(NamedTuple):
 
 
 @dataclass
-class _State:
+class _RegisterUses:
     """What holds before an instruction, along any path to it."""
 
     flying: dict[str, Operand] = field(default_factory=dict)
     touched: dict[str, Instruction] = field(default_factory=dict)  # since the last wgmma.fence
     fenced: bool = False
 
-    def copy(self) -> _State:
-        return _State(dict(self.flying), dict(self.touched), self.fenced)
+    def copy(self) -> _RegisterUses:
+        return _RegisterUses(dict(self.flying), dict(self.touched), self.fenced)
 
-    def join(self, other: _State) -> bool:
+    def join(self, other: _RegisterUses) -> bool:
         """Add another path, and return whether that changes anything."""
         before = len(self.flying), len(self.touched), self.fenced
         changed = False
@@ -85,8 +85,8 @@ class _Analysis:
         self._known = program.registers
         self._registers = {ins: self._of(ins) for block in program.blocks for ins in block.instructions}
         self._operands = {name for r in self._registers.values() for name in (*r.accumulators, *r.a)}
-        before: list[_State | None] = [None] * len(program.blocks)
-        before[0] = _State()
+        before: list[_RegisterUses | None] = [None] * len(program.blocks)
+        before[0] = _RegisterUses()
         waiting = [0]
         while waiting:
             index = waiting.pop()
@@ -110,7 +110,7 @@ class _Analysis:
         a = split_group(ins.operands[1])
         return _Registers(reads, writes, split_group(ins.operands[0]), a if len(a) > 1 else [])
 
-    def _step(self, state: _State, ins: Instruction) -> None:
+    def _step(self, state: _RegisterUses, ins: Instruction) -> None:
         if ins.parts[0] != "wgmma":
             self._access(state, ins)
         elif ins.parts[1] == "fence":
@@ -126,7 +126,7 @@ class _Analysis:
         else:
             self._multiply(state, ins)
 
-    def _access(self, state: _State, ins: Instruction) -> None:
+    def _access(self, state: _RegisterUses, ins: Instruction) -> None:
         of = self._registers[ins]
         if ins.parts[0] == "mov" and not ins.pred and len(of.reads) == len(of.writes) == 1:
             source, target = of.reads[0], of.writes[0]
@@ -142,7 +142,7 @@ class _Analysis:
             if name in self._operands:
                 state.touched[name] = ins
 
-    def _multiply(self, state: _State, ins: Instruction) -> None:
+    def _multiply(self, state: _RegisterUses, ins: Instruction) -> None:
         of, shape = self._registers[ins], ins.parts[4]
         if not state.fenced:
             self._blame(ins, "no wgmma.fence before the first wgmma: registers may still be on their way")

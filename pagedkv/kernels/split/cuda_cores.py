@@ -29,7 +29,7 @@ MOST_VECTORS = 4  # of a lane and row, which 32 lanes have of 512 dims
 
 
 @dataclass(frozen=True, slots=True)
-class RowShape:
+class LaneShape:
     """How the lanes of a warp share the rows of a config."""
 
     config: SplitConfig
@@ -68,7 +68,7 @@ class RowShape:
 
 def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
     """The device function ``attend_split(...)``: a warp attends to its tokens of the split, and stores its sums."""
-    shape = RowShape(config)
+    shape = LaneShape(config)
     STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
     LANES, MODIFIED = shape.lanes, config.modified
     SHIFT = LANES.bit_length() - 1
@@ -133,7 +133,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
     return attend_split
 
 
-def make_rows(shape: RowShape, row_address: Any) -> Steps:
+def make_rows(shape: LaneShape, row_address: Any) -> Steps:
     """The device functions ``load`` and ``load_query``, for a lane's vectors; what lies past a row becomes 0."""
     VECTORS, TOKENS, LANES = shape.vectors, shape.tokens, shape.lanes
     ROW_VECTORS, FULL = shape.row_vectors, shape.row_vectors // shape.lanes
@@ -165,7 +165,7 @@ def make_rows(shape: RowShape, row_address: Any) -> Steps:
     return Steps(load, load_query)
 
 
-def make_scores(shape: RowShape) -> Steps:
+def make_scores(shape: LaneShape) -> Steps:
     """The device functions from q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
     SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
@@ -215,7 +215,7 @@ def make_scores(shape: RowShape) -> Steps:
     return Steps(dot, add_lanes, logits, mask)
 
 
-def make_update(shape: RowShape) -> Any:
+def make_update(shape: LaneShape) -> Any:
     """The device function ``update(s, values, maxima, sums, o)``: the online softmax over this lane's tokens."""
     HEADS, ELEMENTS = shape.config.num_heads, shape.vectors * VECTOR
     SCORES = shape.requests * HEADS
@@ -259,7 +259,7 @@ def make_update(shape: RowShape) -> Any:
     return update
 
 
-def make_store_sums(shape: RowShape, sums_layout: Steps) -> Any:
+def make_store_sums(shape: LaneShape, sums_layout: Steps) -> Any:
     """The device function ``store_sums(...)``: adds the sums of a warp's groups of lanes, and stores them."""
     HEADS, VECTORS, LANES, ROW_VECTORS = shape.config.num_heads, shape.vectors, shape.lanes, shape.row_vectors
     FIRST, WARP_GROUP_BYTES = shape.lanes.bit_length() - 1, warp_group_bytes(shape.config)

@@ -92,7 +92,7 @@ def make_lanes(config: SplitConfig) -> Steps:
 
     @device_function
     def any_of_warp(condition):
-        """Whether the condition may hold in a lane of the warp; through shared memory nobody asks."""
+        """Whether the condition may hold in a lane of the warp; through shared memory a vote would cost too much."""
         return True if THROUGH_SHARED else warps.any_lane(condition)
 
     return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp)

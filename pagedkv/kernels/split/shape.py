@@ -100,7 +100,7 @@ class TensorShape:
         return self.operand == "float16" and self.config.q_kind != "float16"
 
     @property
-    def fold(self) -> bool:
+    def is_folded(self) -> bool:
         """Whether a fragment of Q holds two k16 steps."""
         return self.head_tiles == 1 and self.terms == 1
 
@@ -112,7 +112,7 @@ class TensorShape:
     @property
     def q_per_vector(self) -> int:
         """Fragments of Q for a vector of K."""
-        if self.fold:
+        if self.is_folded:
             return self.k_steps // 2
         return self.k_steps * (-(-self.terms // 2) if self.head_tiles == 1 else self.terms)
 
@@ -130,7 +130,7 @@ class TensorShape:
     @property
     def score_sets(self) -> int:
         """Accumulators for each product of S."""
-        return 2 if self.fold else 1
+        return 2 if self.is_folded else 1
 
     @property
     def num_products(self) -> int:

@@ -20,7 +20,7 @@ from pagedkv.kernels.split.config import (
     VECTOR_BYTES,
     SplitConfig,
 )
-from pagedkv.kernels.split.cuda_cores import RowShape
+from pagedkv.kernels.split.cuda_cores import LaneShape
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
@@ -71,7 +71,7 @@ def test_wide_offsets_change_no_order_of_additions(architecture, kv_kind):
         for name in ("num_tiles", "warps_for_heads", "warps_for_dims", "num_warp_groups", "threads_per_quad", "staged"):
             assert getattr(wide, name) == getattr(plain, name), (name, wide)
         if not plain.on_tensor_cores:
-            assert RowShape(wide).requests == RowShape(plain).requests
+            assert LaneShape(wide).requests == LaneShape(plain).requests
 
 
 @pytest.mark.parametrize(

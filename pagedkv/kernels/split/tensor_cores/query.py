@@ -27,10 +27,10 @@ SMALLEST_SHIFT = -120
 def make_stage_query(shape: TensorShape) -> Any:
     """The device function ``stage_query(q_shared, factors, query, g, t, warp, is_negative)``."""
     HEAD_TILES, WARPS = shape.head_tiles, NUM_WARPS // shape.config.warps_for_heads
-    FOLD, IS_EXACT, IS_NORMALISED = shape.fold, shape.config.q_kind == shape.operand, shape.is_normalised
+    IS_FOLDED, IS_EXACT, IS_NORMALISED = shape.is_folded, shape.config.q_kind == shape.operand, shape.is_normalised
     NUM_QUADS = shape.k_vectors * shape.k_steps
-    NUM_GROUPS = NUM_QUADS // 2 if shape.fold else NUM_QUADS  # groups of fragments with the same elements of q
-    TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.fold else 4
+    NUM_GROUPS = NUM_QUADS // 2 if shape.is_folded else NUM_QUADS  # groups of fragments with the same elements of q
+    TERM_FRAGMENTS, BELOW = shape.q_fragments // NUM_GROUPS, 0 if shape.head_tiles == 1 and not shape.is_folded else 4
     IS_WHOLE = NUM_GROUPS % WARPS == 0
     quads, widen, pack = make_quads(shape), unpack(shape.operand), pack_of(shape.operand)
 
@@ -65,7 +65,7 @@ def make_stage_query(shape: TensorShape) -> Any:
     def load_rest(rest, group, rows):
         """Load the elements of q from which a group of fragments is made."""
         q_first, q_second, inverse_first, inverse_second, t = rows
-        if FOLD:
+        if IS_FOLDED:
             load_scaled(rest, int64(0), q_first, 2 * group, inverse_first, t)
             load_scaled(rest, int64(4), q_first, 2 * group + 1, inverse_first, t)
         else:
@@ -91,7 +91,7 @@ def make_stage_query(shape: TensorShape) -> Any:
     def exact_fragment(group, rows):
         """Registers a0..a3 of a q that is exact in 16 bits."""
         q_first, q_second, _, _, t = rows
-        if FOLD:
+        if IS_FOLDED:
             above, below = quads.load_words(q_first, 2 * group, t), quads.load_words(q_first, 2 * group + 1, t)
         else:
             above, below = quads.load_words(q_first, group, t), quads.load_words(q_second, group, t)

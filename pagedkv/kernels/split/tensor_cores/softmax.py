@@ -29,7 +29,7 @@ MOST_EXCESS = 3  # powers of two by which a logit may exceed its pivot
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     """The device functions from products to logits, and from these to P, maxima, sums and O."""
     HEAD_TILES, MODIFIED = shape.head_tiles, shape.config.modified
-    FOLD, STEP = shape.fold, shape.step
+    IS_FOLDED, STEP = shape.is_folded, shape.step
     FACTOR = float32(software_factor(shape.config.kv_kind, shape.config.hardware_fp8))
     # A power of two scales P, so that float16 underflows at 2**-37; with SLACK, P is at most 2**15.
     IS_HALF = shape.operand == "float16"
@@ -52,7 +52,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         """Turn products into logits. `position` is the lane's first token; tokens past the query take its position."""
         raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
-        if FOLD:  # even k16 steps are in rows g, odd ones in rows g + 8
+        if IS_FOLDED:  # even k16 steps are in rows g, odd ones in rows g + 8
             x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
         elif HEAD_TILES == 1:  # rows g and g + 8 are two terms of q
             x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
