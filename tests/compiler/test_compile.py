@@ -340,14 +340,6 @@ def test_a_kernel_with_an_external_call_is_refused():
         compile_kernel(make_calling, Config(3))
 
 
-def test_the_oldest_kernels_are_forgotten(monkeypatch):
-    monkeypatch.setattr(compiling._load_or_compile, "_most", 2)
-    kernels = [compile_kernel(make_scale, Config(factor)) for factor in (2, 3, 4)]
-    assert list(compiling._load_or_compile.made.values()) == kernels[1:]
-    assert compile_kernel(make_scale, Config(4)) is kernels[2]
-    assert compile_kernel(make_scale, Config(2)).ptx == kernels[0].ptx
-
-
 def test_lines_are_named_on_request_and_change_no_machine_code(compiled):
     lined, plain = (compile_for(device, make_squares, Config(3)) for device in (EmulatorDevice(), RecordingDevice()))
     lines = [{int(line) for line in re.findall(r"^\s*\.loc\s+\d+ (\d+)", x.ptx, re.MULTILINE)} for x in (lined, plain)]

@@ -48,7 +48,6 @@ def wait_until(condition):
     [
         (0, ValueError, r"^n must be in 1\.\.1024, got 0$"),
         (1025, ValueError, "got 1025$"),
-        (np.int8(-128), ValueError, "got -128$"),
         (np.uint64(2**64 - 1), ValueError, "got 18446744073709551615$"),
         pytest.param(10**5000, ValueError, "got one of more than 80 digits$", id="huge"),
         (True, TypeError, "an int, got bool"),
@@ -246,12 +245,11 @@ def test_a_call_while_the_interpreter_ends_waits_for_no_worker(monkeypatch, deco
 
 
 def test_workers_end_when_another_number_is_set(decode):
-    pagedkv.set_num_threads(1)
-    assert decode()
-    before = len(sys._current_frames())
-    for n in (4, 2, 3, 1):
+    before = None
+    for n in (1, 4, 2, 3, 1):
         pagedkv.set_num_threads(n)
         assert decode()
+        before = before or len(sys._current_frames())
     assert wait_until(lambda: len(sys._current_frames()) <= before)
 
 
