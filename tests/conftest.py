@@ -1,4 +1,4 @@
-"""Before any test: settings of Hypothesis, of threads, of bytecode and of the collector; is there a GPU for it?"""
+"""Settings for all tests: Hypothesis, threads, bytecode, the garbage collector, and tests that need a GPU."""
 
 import functools
 import gc
@@ -49,7 +49,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @functools.cache
 def why_no_gpu():
-    """What the driver says where there is no GPU, or nothing."""
+    """The driver's error if there is no GPU, otherwise an empty string."""
     from pagedkv import BackendUnavailableError
     from pagedkv.cuda import driver
 
@@ -94,7 +94,7 @@ def open_device(request):
 
 
 def pytest_collection_modifyitems(items):
-    """What may hang on a GPU goes last there."""
+    """Run tests that may hang on a GPU last."""
     items.sort(key=lambda item: bool(item.get_closest_marker("gpu") and item.get_closest_marker("late")))
 
 

@@ -1,4 +1,4 @@
-"""No operation depends on the arithmetic that the caller's thread is set to, and none leaves it changed."""
+"""Operations neither depend on nor change the floating-point settings of the caller's thread."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The public operations with the CUDA kernels: in the emulator like on the CPU, on a device without a look."""
+"""The public operations with CUDA kernels: in the emulator as on the CPU, on a device without reading it."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""PagedKVCache: K and V of all layers follow the sequences, in every layout and kind of array."""
+"""PagedKVCache: K and V of all layers follow the sequences, in every layout and framework."""
 
 import dataclasses
 import sys

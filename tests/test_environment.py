@@ -1,4 +1,4 @@
-"""What users set in the environment."""
+"""Environment variables."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Where a call runs: every combination of arrays and backends, and what it says to the wrong ones."""
+"""Placement: every combination of arrays and backends, and the errors for wrong ones."""
 
 import sys
 
@@ -111,7 +111,7 @@ def test_swap_blocks_goes_across(moved):
 
 
 def test_a_machine_without_a_driver():
-    """Whatever the machine: the real message, if there is no driver here."""
+    """On machines without a driver this checks the real message."""
     k_cache, v_cache = (InterfaceArray(x) for x in np.zeros((2, 8, 4, 2, 16), np.float32))
     try:
         from cuda.bindings import driver

@@ -1,4 +1,4 @@
-"""What is known of device arrays of every framework, and that nothing ever looks at their memory."""
+"""Metadata of device arrays of every framework, whose memory is never touched."""
 
 import copy
 import ctypes
@@ -34,7 +34,7 @@ DTYPES = ["float32", "float16", BF16, "uint8", "int32", "int64", ml_dtypes.float
 
 @pytest.fixture(params=["cupy", "torch"])
 def framework(request, monkeypatch):
-    """A module like CuPy or torch, its kind of array made of a NumPy one, and the name."""
+    """A module like CuPy or torch, a function that converts NumPy arrays to its kind, and its name."""
     module = fake_cupy() if request.param == "cupy" else fake_torch()
     monkeypatch.setitem(sys.modules, request.param, module)
     kind = module.ndarray if request.param == "cupy" else module.Tensor
@@ -263,7 +263,7 @@ def test_results_for_an_unknown_framework_need_out():
 
 
 class Driver:
-    """As much of cuda.bindings.driver as says where an address is."""
+    """The part of cuda.bindings.driver that finds the device of an address."""
 
     CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9)
 
@@ -288,7 +288,7 @@ def test_the_driver_says_where_an_address_is(monkeypatch):
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor of DLPack, with the fields of DLDevice and DLDataType in their places."""
+    """The struct DLTensor of DLPack, with the fields of DLDevice and DLDataType inlined."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -301,7 +301,7 @@ class _Tensor(ctypes.Structure):
 
 
 class DlpackArray:
-    """An array that has DLPack and nothing else."""
+    """An array that supports only DLPack."""
 
     def __init__(self, code=2, bits=32, device=(2, 1)):
         self.shape, self.strides = (ctypes.c_int64 * 2)(3, 4), (ctypes.c_int64 * 2)(8, 1)

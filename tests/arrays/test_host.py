@@ -1,4 +1,4 @@
-"""Views of arrays of any framework, and results in the caller's kind."""
+"""Views of arrays of any framework on the host, and results in the caller's framework."""
 
 import ml_dtypes
 import numpy as np
@@ -123,7 +123,7 @@ def test_not_an_array(x):
 
 
 def test_masked_arrays_are_refused():
-    """What is masked in them would be read all the same."""
+    """Masked elements would be read like others."""
     for mask in (np.ma.nomask, [True, False, False]):
         with pytest.raises(TypeError) as caught:
             identify("q", np.ma.array(np.zeros(3, np.float32), mask=mask))

@@ -1,4 +1,4 @@
-"""Who is timed, in which order, and how often."""
+"""Contests: which contestants are timed, in which order, and how often."""
 
 import pytest
 

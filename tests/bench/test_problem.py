@@ -1,4 +1,4 @@
-"""Cells and their arrays: what has to be read and computed, and what should come out."""
+"""Cells: bytes to read, operations to compute, arrays and expected results."""
 
 import numpy as np
 import pytest

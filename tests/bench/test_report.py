@@ -1,4 +1,4 @@
-"""The bench: its numbers' forms, and one small run."""
+"""The forms of a bench's report, and one small run."""
 
 import csv
 import io

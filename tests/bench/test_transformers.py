@@ -1,4 +1,4 @@
-"""The bench of models of transformers: both say the same, in both ways."""
+"""The bench of models of transformers: both kinds of attention generate the same text."""
 
 from pagedkv.bench import transformers
 

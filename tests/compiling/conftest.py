@@ -1,4 +1,4 @@
-"""What the tests of the store of compiled kernels and of its folder share."""
+"""Fixtures for tests of the kernel cache and its folder."""
 
 import logging
 

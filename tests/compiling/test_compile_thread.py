@@ -1,4 +1,4 @@
-"""Compiling on a thread that no signal reaches: once, finished after an interrupt, and never in the way of a fork."""
+"""The compile thread: it compiles once, finishes after an interrupt, and allows forks."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class Slow:
         return [key]
 
     def interrupted(self, key):
-        """Make it, with a Ctrl-C in the middle."""
+        """Compile with a Ctrl-C in the middle."""
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
@@ -50,7 +50,7 @@ def test_interrupted_work_is_finished_for_the_next_call():
 
 @posix
 def test_work_that_is_interrupted_before_it_begins_is_dropped():
-    """Later calls would queue behind what nobody waits for."""
+    """Otherwise later calls would queue behind work that no caller waits for."""
     slow = Slow()
     first = threading.Thread(target=slow.make, args=(1,))
     first.start()
@@ -119,7 +119,7 @@ def test_without_further_threads_the_caller_does_the_work(monkeypatch):
 
 @posix
 def test_work_finds_a_working_directory_though_it_has_been_deleted(monkeypatch, tmp_path):
-    """numba names files as seen from there."""
+    """numba names files relative to it."""
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

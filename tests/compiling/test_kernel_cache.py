@@ -1,4 +1,4 @@
-"""The store of compiled kernels: gives back what was saved, whole, or nothing."""
+"""The kernel cache returns a saved blob as a whole or not at all."""
 
 import os
 import subprocess

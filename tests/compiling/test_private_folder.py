@@ -1,4 +1,4 @@
-"""The folder of compiled kernels: the user's alone, or nothing is kept in it, and a line says why."""
+"""The folder of compiled kernels must be private; otherwise nothing is kept, and a log line says why."""
 
 import os
 import stat
@@ -52,7 +52,7 @@ def give_to_a_stranger(path):
 
 
 def link(path):
-    """Move what is there, and put a link to it in its place."""
+    """Move a file, and put a link to it in its place."""
     path.rename(path.with_name("moved"))
     path.symlink_to("moved")
 

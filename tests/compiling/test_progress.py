@@ -82,7 +82,7 @@ def test_the_log_says_what_is_compiled_and_how_long_it_took(caplog):
 
 @pytest.mark.parametrize("is_dumb", [True, False])
 def test_without_a_terminal_a_line_appears_unless_logging_is_configured(monkeypatch, terminal, is_dumb):
-    """As in notebooks, containers and CI: what nobody sees is taken for a hang."""
+    """In notebooks, containers and CI a silent compilation would look like a hang."""
     monkeypatch.setattr(progress, "_logger", logger := logging.Logger("pagedkv"))
     if is_dumb:
         monkeypatch.setenv("TERM", "dumb")

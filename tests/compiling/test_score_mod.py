@@ -1,4 +1,4 @@
-"""What a score_mod closes over is copied before it is compiled."""
+"""Arrays that a score_mod closes over are copied before it is compiled."""
 
 import numpy as np
 import pytest

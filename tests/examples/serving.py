@@ -28,7 +28,7 @@ SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
 
 @contextlib.contextmanager
 def serving(*words):
-    """A server in this process; every sequence must have ended in the end, and the pool be whole."""
+    """Run a server in this process; at the end all sequences must have ended, and the pool must be whole."""
     args = serve.parse([*SIZES, "--max-batch", "8", *words])
     server = serve.build(args)
     engine = server.worker.engine

@@ -49,7 +49,7 @@ def engine_for(
 
 
 def finish(engine: Engine) -> list[list[int]]:
-    """Run to the end; the cache must be empty and whole then."""
+    """Run to the end, and check that the cache is empty and whole."""
     for _ in engine.run():
         engine.cache.check()
     assert all(sample.done for sample in engine.samples)
@@ -343,7 +343,7 @@ def test_the_server_says_what_to_install():
 
 
 def test_logits_that_are_not_finite_end_a_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a chunk of a prompt, too, and nothing of it is found again."""
+    """This holds for a chunk of a prompt, too, none of whose blocks are ever found."""
     engine = engine_for([b"def f(x):\n    return", b"class"], max_new_tokens=4)
     expected = finish(engine)[1]
     engine = engine_for([b"def f(x):\n    return", b"class"], max_new_tokens=4)

@@ -1,4 +1,4 @@
-"""generate.py with arrays of CuPy: on a GPU, and on an array that takes none of NumPy's beside it."""
+"""generate.py with arrays of CuPy on a GPU, and with a fake that refuses to mix with NumPy's."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""examples/serve.py: the same texts as one at a time, limits that are said, and no block lost whatever clients do."""
+"""examples/serve.py: the same texts as one at a time, clear limits, and no lost blocks whatever clients do."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def requests(count, length, max_tokens):
 
 
 def one_at_a_time(wanted):
-    """What an engine without a server and without a prefix cache says to each of some requests alone."""
+    """The texts of an engine without a server or a prefix cache, one request at a time."""
     engine, _ = small(WEIGHTS, 1024, POOL | {"prefix_cache": False}, max_num_seqs=1)
     texts = []
     for request in wanted:

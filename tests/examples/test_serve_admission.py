@@ -1,4 +1,4 @@
-"""examples/serve.py: who finds no room comes again when there is some."""
+"""examples/serve.py: refused clients come back when there is room."""
 
 import heapq
 from contextlib import suppress

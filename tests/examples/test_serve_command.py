@@ -1,4 +1,4 @@
-"""The command line of examples/serve.py: Ctrl-C, and what cannot be is said in one line."""
+"""The command line of examples/serve.py: Ctrl-C, and errors in one line."""
 
 import os
 import re

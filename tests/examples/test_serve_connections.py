@@ -1,4 +1,4 @@
-"""examples/serve.py: how many connections there may be, and which of them are closed."""
+"""examples/serve.py: limits on connections, and which connections are closed."""
 
 import contextlib
 import http.client
@@ -80,7 +80,7 @@ def test_idle_connections_do_not_take_all_files():
 
 
 def test_a_limit_of_files_that_cannot_be_raised(monkeypatch):
-    """macOS says that there is none, and refuses more than it has."""
+    """macOS reports no limit, but refuses more files than its real one."""
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: int("not allowed"))

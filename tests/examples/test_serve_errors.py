@@ -1,4 +1,4 @@
-"""examples/serve.py where something breaks: who waits is told so, and it goes on or ends."""
+"""examples/serve.py when something fails: waiting clients get an error, and the server goes on or ends."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What examples/serve.py takes as a request, and how it makes texts of tokens."""
+"""Requests to examples/serve.py, and its conversion of tokens to text."""
 
 import json
 

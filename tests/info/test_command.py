@@ -1,4 +1,4 @@
-"""`info`: true on this machine, on one with a GPU, and where everything it looks at raises."""
+"""`info`: right on this machine, on one with a GPU, and if every probe raises."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The CUDA driver that `info` asks, made up of ctypes functions: no machine without one has any."""
+"""A fake CUDA driver of ctypes functions, for `info` on machines without one."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""A table for the tests of tables."""
+"""A fixture with a small table."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Devices without a GPU, for tables that are mirrored to one."""
+"""Fake devices for mirrored tables."""
 
 import contextlib
 from types import ModuleType, SimpleNamespace

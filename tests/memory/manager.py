@@ -1,4 +1,4 @@
-"""What the tests of the memory manager share: state as bytes, and calls that must change none of it."""
+"""Helpers for tests of the memory manager: its state as bytes, and calls that must not change it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

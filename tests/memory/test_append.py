@@ -1,4 +1,4 @@
-"""Copy-on-write: a block that others share is copied before it is written, and no other."""
+"""Copy-on-write: shared blocks, and no others, are copied before they are written."""
 
 
 def test_a_shared_partial_block_is_copied_before_it_is_written(table):

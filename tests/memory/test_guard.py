@@ -1,4 +1,4 @@
-"""Calls that meet in the middle of another one, of a second thread, a signal handler or a parent process."""
+"""Calls in the middle of another call: from a second thread, a signal handler or a forked child."""
 
 import copy
 import os
@@ -82,7 +82,7 @@ def test_a_mutation_waits_for_the_read_of_another_thread(monkeypatch):
 
 @pytest.mark.parametrize("name", READS)
 def test_a_signal_handler_reads_the_state_before_the_mutation(name, monkeypatch):
-    """It would wait for itself."""
+    """Waiting would be a deadlock."""
     scene, before, found = Scene(), READS[name](Scene()), []
     plan = BlockPool._plan
 

@@ -1,4 +1,4 @@
-"""Counts of integers, beside those of Python."""
+"""Tally, compared with counts in plain Python."""
 
 import numpy as np
 from hypothesis import given

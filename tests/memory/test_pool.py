@@ -1,4 +1,4 @@
-"""BlockPool: who gets which block, what is refused, and what check() finds."""
+"""BlockPool: which blocks are handed out, what is refused, and what check() finds."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""How the public operations treat their arrays and options."""
+"""Arrays and options of the public operations."""
 
 import math
 from inspect import signature
@@ -32,7 +32,7 @@ from ..support.wrong_arguments import (
 
 
 class Kernel:
-    """Stands for the CPU backend: keeps calls and where their LSEs go, and fills the outputs with ones."""
+    """A fake CPU backend: it records calls and their LSE arrays, and fills outputs with ones."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""Raising what kernels on any device have skipped."""
+"""raise_if_failed: errors for entries that kernels have skipped."""
 
 import sys
 

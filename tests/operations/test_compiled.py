@@ -1,4 +1,4 @@
-"""Calls inside of what torch.compile compiles: one graph break each, without a warning, and what they say else."""
+"""Calls inside torch.compile: one graph break each, no warning, and the same results."""
 
 import warnings
 

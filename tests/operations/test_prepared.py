@@ -1,4 +1,4 @@
-"""Layers of a cache on the CPU: one validates and plans for all of its step, and what differs is validated again."""
+"""Prepared attention: the first layer validates and plans for all layers, and different calls are validated again."""
 
 import dataclasses
 
@@ -138,7 +138,7 @@ def test_the_number_of_threads_counts(validated):
 
 
 def test_tables_and_lengths_of_the_call_count():
-    """Whoever changes those of a batch gets what they say then."""
+    """Changed tables and lengths of a batch take effect."""
     steps = Steps()
     batch = steps.cache.batch(steps.seqs)
     batch.seq_lens[1] = 0  # it is a decode all the same

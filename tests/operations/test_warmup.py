@@ -1,4 +1,4 @@
-"""Compiling kernels ahead of the calls that need them."""
+"""warmup: compiling kernels before the first call."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests of all kinds, in pools of any size, against a twin in plain Python and what each generates alone."""
+"""Scheduler against a twin in plain Python, and each request against its text alone."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import pagedkv
 from pagedkv.errors import OutOfBlocksError
 
-from ..memory.prefix.told import Told
+from ..memory.prefix.router import Router
 from ..support.sizes import assert_sizes_follow
 from .toy import alone, forward, make_cache
 from .twin import Twin
@@ -33,7 +33,7 @@ class PlainMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
         max_num_seqs = min(budget, max_num_seqs)
-        self.told = Told()
+        self.told = Router()
         self.cache = make_cache(
             num_blocks,
             block_size,
@@ -209,7 +209,7 @@ class PlainMachine(RuleBasedStateMachine):
                 del self.texts[number]
 
     def fail(self):
-        """The model raises after it has written some layers: what it wrote was nothing."""
+        """The model raises after it has written some layers, which must have no effect."""
         self.cache.k_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
         self.cache.v_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
         with pytest.raises(RuntimeError, match="call update with it, or drop"):

@@ -20,7 +20,7 @@ def counts(step):
 
 
 def plans(scheduler, cache):
-    """What each step has of each request, to the end."""
+    """The tokens of each request in each step, to the end."""
     seen = []
     serve(scheduler, cache, lambda step: seen.append(counts(step)))
     return seen

@@ -25,7 +25,7 @@ def forward(cache, step):
 
 
 def serve(scheduler, cache, each=lambda step: None):
-    """Run all requests to the end; what was generated, by request."""
+    """Run all requests to the end; return the generated tokens by request."""
     texts = {}
     while step := scheduler.schedule():
         each(step)
@@ -37,7 +37,7 @@ def serve(scheduler, cache, each=lambda step: None):
 
 @memoized
 def alone(prompt, num_new):
-    """What follows a prompt, with nothing else in the cache; a tuple of ints, too."""
+    """Generate after a prompt in an empty cache."""
     cache = make_cache(256, 16, prefix_cache=False, max_seqs=1)
     scheduler = pagedkv.Scheduler(cache)
     number = scheduler.add(prompt, num_new)

@@ -1,4 +1,4 @@
-"""Attention as strangers write it, right and wrong: NumPy and torch."""
+"""Right and wrong attention functions of users, in NumPy and torch."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""A small allocator in plain Python, right, and with mistakes: what a stranger would hand to `AllocatorMachine`."""
+"""A small allocator in plain Python, right and with mistakes, as users would test with `AllocatorMachine`."""
 
 from collections import deque
 

@@ -1,4 +1,4 @@
-"""AllocatorMachine: right allocators pass, and each mistake fails with words for what is wrong."""
+"""AllocatorMachine: right allocators pass, and each mistake fails with a message that explains it."""
 
 import pytest
 from hypothesis import Phase, settings

@@ -1,4 +1,4 @@
-"""How far from the reference a result may be."""
+"""The error rule of results."""
 
 import numpy as np
 import pytest

@@ -63,7 +63,7 @@ def test_rows_count_what_was_tried(capsys):
 @pytest.mark.usefixtures("only_merges")
 @pytest.mark.parametrize("minutes", [0.001, 0.02])
 def test_a_search_that_tries_nothing_does_not_pass(minutes, monkeypatch):
-    """Neither where the time is up before the first turn nor where it is up before a turn's first problem."""
+    """The time may be up before the first turn, or before a turn's first problem."""
     monkeypatch.setattr(fuzz, "play", lambda *arguments: fuzz.Turn("merge", 0))
     said = f"^no problem was tried in {minutes:g} minutes, which the start took: give --minutes more$"
     with pytest.raises(SystemExit, match=said):

@@ -1,4 +1,4 @@
-"""`python -m pagedkv trace`: its table, its JSON, and what it says about wrong options."""
+"""`python -m pagedkv trace`: its table, its JSON, and errors of options."""
 
 import json
 import re
@@ -127,7 +127,7 @@ def test_a_missing_matplotlib_is_reported_first(monkeypatch, capsys):
 
 
 class Drawn:
-    """Stands in for matplotlib: notes every call of anything."""
+    """A fake matplotlib that records every call."""
 
     def __init__(self, calls):
         self.calls = calls

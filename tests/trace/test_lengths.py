@@ -1,4 +1,4 @@
-"""Lengths of requests: drawn, read from CSV files of several makers, and refused in words."""
+"""Lengths of requests: drawn, read from several kinds of CSV files, and errors."""
 
 import math
 

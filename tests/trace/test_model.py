@@ -1,4 +1,4 @@
-"""`python -m pagedkv kv-bytes`: the shape that config.json says, and what is said of one that says none."""
+"""`python -m pagedkv kv-bytes`: shapes from config.json, and errors for files without one."""
 
 import json
 

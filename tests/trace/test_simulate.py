@@ -1,4 +1,4 @@
-"""Slots over time: small runs by hand, what holds for every run, and the figures of the real block pool."""
+"""Simulated runs: small ones by hand, invariants of all runs, and figures of the real block pool."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Every wrong array of attention, on every side: which exception, which words, and that nothing has changed."""
+"""Errors for wrong arrays of attention on host and device, after which nothing has changed."""
 
 import ml_dtypes
 import numpy as np

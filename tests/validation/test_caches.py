@@ -1,4 +1,4 @@
-"""Every wrong argument of the operations on caches: which exception, which words, and that nothing has changed."""
+"""Errors for wrong arguments of the operations on caches, after which nothing has changed."""
 
 import numpy as np
 import pytest

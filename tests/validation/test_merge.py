@@ -1,4 +1,4 @@
-"""Every wrong argument of merging, on every side: which exception, which words, and that nothing has changed."""
+"""Errors for wrong arguments of merge_states on host and device, after which nothing has changed."""
 
 import numpy as np
 import pytest

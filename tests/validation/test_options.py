@@ -1,4 +1,4 @@
-"""Every wrong option of attention, on every side: which exception, which words, and that nothing has changed."""
+"""Errors for wrong options of attention on host and device, after which nothing has changed."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Small arrays on the host are copied, then checked, then read: another thread may write to the caller's meanwhile."""
+"""Small arrays on the host are copied before they are validated, since another thread may write to them."""
 
 import sys
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def test_backends_get_copies_of_small_arrays_and_the_large_ones_themselves(recei
     ],
 )
 def test_values_are_validated_in_the_private_copy(received, operation, name):
-    """What is stored just before the copy is noticed."""
+    """A value stored just before the copy is noticed."""
     arguments = OPERATIONS[operation]() | OPTIONS[operation]
     given = arguments[name] = arguments[name].copy()
 

@@ -1,4 +1,4 @@
-"""Every wrong argument of the rotary embedding, on every side: which exception, which words."""
+"""Errors for wrong arguments of apply_rotary on host and device."""
 
 import numpy as np
 import pytest

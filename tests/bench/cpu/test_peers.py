@@ -1,4 +1,4 @@
-"""Every peer that is installed computes the same as the reference; the others say in one line what is missing."""
+"""Installed peers agree with the reference; the others name what is missing in one line."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the tests of benches on a GPU share."""
+"""Fixtures for tests of the GPU benches."""
 
 import pytest
 

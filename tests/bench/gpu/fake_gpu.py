@@ -1,4 +1,4 @@
-"""A GPU for the benches where there is none: arrays on the host, and a clock that only moves when it is told to."""
+"""A fake GPU for the benches: arrays on the host, and a clock that moves only on demand."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class FakeGpu:
         self.clock, self.trace, self.released = 0.0, [], 0
 
     def subject(self, name, milliseconds, result=None):
-        """A call that takes so long."""
+        """A call that takes some time."""
 
         def call():
             self.trace.append(name)
@@ -75,7 +75,7 @@ class FakeGpu:
 
 
 def taking(milliseconds, name="peer"):
-    """A subject that is right where it is looked at, and takes so long."""
+    """A subject whose compared rows are right, and which takes some time."""
 
     def subject(problem):
         result = problem.host.q.astype(np.float32)

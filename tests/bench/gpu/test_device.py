@@ -1,4 +1,4 @@
-"""torch and CuPy: what is asked of modules that stand in for the two, and what is said where there is no GPU."""
+"""GPUs through fake modules of torch and CuPy, and the error without a GPU."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Samples on a GPU, and what becomes of them in the rows of a cell."""
+"""Samples of calls on a GPU, and the rows made of them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What bench decode --plot draws, and when it refuses to."""
+"""The chart of bench decode --plot, and its errors."""
 
 import sys
 from unittest.mock import MagicMock

@@ -1,4 +1,4 @@
-"""The kernel that only reads: every byte once, and nothing that a kernel of attention could not do."""
+"""The kernel that only reads reads every byte once, as an attention kernel could."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the subjects of bench decode and bench prefill get, by stand-ins that do as their documentation says."""
+"""The arguments that subjects of the attention benches get, checked by fakes of their libraries."""
 
 import sys
 from types import ModuleType
@@ -68,7 +68,7 @@ def install(monkeypatch, path, **members):
 @pytest.mark.parametrize("cell", [RAGGED, FULL, FP8, EQUAL_STEP, FP8_STEP], ids=str)
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_kernels_of_pagedkv_get_each_layout(cell, framework):
-    """On the host they are one and the same: this is about the arrays that they get."""
+    """On the host all layouts run the same code: this test is about the arrays that subjects get."""
     assert set(notes(peers_of(cell).OURS, cell, framework)) == {None}
 
 

@@ -1,4 +1,4 @@
-"""bench write: what has to move, where tokens go, and that wrong elements are counted."""
+"""bench write: bytes to move, slots of tokens, and the count of wrong elements."""
 
 import json
 

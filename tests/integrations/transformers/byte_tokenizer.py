@@ -1,4 +1,4 @@
-"""Small tokenizers: of bytes, so that characters of several tokens come about, and of words with a space in front."""
+"""Small tokenizers: of bytes, where a character can take several tokens, and of words with a leading space."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""One thread for models that are too small for two."""
+"""Settings for small models: one thread."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Small random models of real architectures, and what they say with attention of their own."""
+"""Small random models of real architectures, and their texts with their own attention."""
 
 import copy
 import functools
@@ -58,7 +58,7 @@ def make_model(family, **options):
 
 @functools.cache
 def eager_model(family):
-    """One for all tests that only ask it."""
+    """A model shared by all tests that do not change it."""
     model = make_model(family)
     model.set_attn_implementation("eager")
     return model
@@ -70,7 +70,7 @@ def prompts(*lengths):
 
 
 def greedy(model, texts, num_new, **options):
-    """What generate says after texts, which are padded on the left."""
+    """Generate greedily after texts, padded on the left."""
     longest = max(map(len, texts))
     ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts], device=model.device)
     lengths = {"max_new_tokens": num_new, "do_sample": False, "eos_token_id": None}
@@ -78,7 +78,7 @@ def greedy(model, texts, num_new, **options):
 
 
 def greedy_batch(model, texts, num_new, **options):
-    """What transformers' continuous batching says after each text."""
+    """Generate greedily after each text with transformers' continuous batching."""
     config = transformers.GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = {"num_blocks": 64, "page_size": 16, "max_batch_tokens": 64} | options
     done = model.generate_batch(

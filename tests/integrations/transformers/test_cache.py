@@ -178,7 +178,7 @@ def test_a_wrong_batch(model, cache, ids, mask, message):
 
 
 def test_another_text_needs_a_reset(model, cache):
-    """The same prompt again has more tokens cached than it has, and generate takes some of its last ones."""
+    """Given the same prompt again, generate would crop it to fewer tokens than are cached."""
     said(model, IDS, MASK, past_key_values=cache)
     with pytest.raises(ValueError, match=r"\(3, 37 cached \+ 23\), got \(3, 30\): call reset\(\) before another text"):
         said(model, IDS, MASK, past_key_values=cache)
@@ -189,7 +189,7 @@ def test_another_text_needs_a_reset(model, cache):
 
 @pytest.mark.parametrize(("again", "columns"), [(0, 3), (0, 40), (30, 1), (30, 3), (30, 40)])
 def test_a_mask_of_another_width(model, cache, again, columns):
-    """generate drops one that hides nothing, and gives other positions and other tokens."""
+    """generate drops a mask that hides nothing, and then passes other positions and tokens."""
     with torch.no_grad():
         model(IDS[:1], past_key_values=cache)
     ids = torch.cat([IDS[:1, :again], IDS[:1, :1]], 1)
@@ -199,7 +199,7 @@ def test_a_mask_of_another_width(model, cache, again, columns):
 
 
 def test_positions_may_count_padding(model, cache):
-    """As a model counts them that is given none; in each way they go on."""
+    """Models without position_ids count padding; generate does not. Both ways continue."""
     columns = torch.arange(30).expand(3, 30)
     more, mask = torch.ones(3, 1, dtype=torch.long), torch.cat([MASK, torch.ones(3, 1, dtype=torch.long)], 1)
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_padding_on_the_right(model, cache, new):
 
 
 def test_a_row_without_a_token_in_a_step(model, cache):
-    """As in a loop whose rows end one after another."""
+    """Rows may end one after another in a loop."""
     rows, mask = IDS[:2], torch.cat([MASK[:2], torch.tensor([[1, 1], [0, 1]])], 1)
     ids, positions = torch.cat([rows, rows[:, -2:]], 1), (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_without_use_cache_it_is_no_cache(model, cache):
 
 
 def test_inputs_by_their_place(model, cache):
-    """A mask among them would be forgotten, and padding be seen."""
+    """Otherwise a positional mask would be ignored, and padding be visible."""
     with torch.no_grad():
         expected = eager_model("Llama")(IDS, MASK).logits
         paged = model(IDS, MASK, None, cache).logits
@@ -339,7 +339,7 @@ def test_a_name_is_no_model():
 @pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
 @pytest.mark.parametrize("way", ["its forward alone", "with its hooks", "before use_pagedkv"])
 def test_a_compiled_model_says_the_same(cache, way):
-    """torch compiles what is around attention; `generate` of what it returns is that of the model itself."""
+    """torch compiles the code around attention; `generate` of the compiled module is that of the model."""
     model = make_model("Llama")
     if way == "its forward alone":
         compiled, model.forward = model, torch.compile(model.forward, backend="eager")

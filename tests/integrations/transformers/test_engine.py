@@ -1,4 +1,4 @@
-"""Engine: the tokens of ``model.generate``, whoever runs beside, and no block lost."""
+"""Engine: the same tokens as ``model.generate`` beside any other requests, and no lost blocks."""
 
 import copy
 
@@ -25,7 +25,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def expected(model):
-    """What generate says to each prompt alone, with attention of transformers' own."""
+    """The tokens of generate for each prompt alone, with transformers' own attention."""
     model.set_attn_implementation("eager")
     options = {"do_sample": False, "max_new_tokens": NEW}
     return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in TEXTS]
@@ -41,7 +41,7 @@ def engine_for(model, num_blocks=64, **options):
 
 
 def finish(engine):
-    """The tokens of each request, and how it ended; the cache must be empty and whole then."""
+    """Run all requests to the end; return their tokens and reasons, and check that the cache is empty and whole."""
     tokens, reasons = {}, {}
     for request, token, reason, *_ in engine.run():
         tokens.setdefault(request, []).append(token)
@@ -135,7 +135,7 @@ def test_a_stream_that_is_left_before_its_first_token_is_aborted(model, tokenize
 
 
 def test_a_stream_closed_during_a_step_ends_after_it(model, expected):
-    """As the garbage collector leaves one, at any time, that is part of a cycle."""
+    """The garbage collector may close a stream in a reference cycle at any time."""
     engine = engine_for(model)
     stays, left = (engine.tokens(ids, NEW) for ids in TEXTS[:2])
     hook = model.register_forward_pre_hook(lambda *_: left.close())
@@ -222,7 +222,7 @@ def test_a_step_whose_listener_fails_can_be_made_again(model, expected):
 
 
 def test_a_step_needs_the_attention_of_pagedkv(model, expected):
-    """Other attention would see the new tokens alone, and those of all requests together."""
+    """Other attention would see only the new tokens, and mix those of all requests."""
     engine = engine_for(model)
     requests = [engine.add(ids, NEW) for ids in TEXTS[:2]]
     first = [sampled.token for sampled in engine.step()]
@@ -278,7 +278,7 @@ def test_options_of_another_type(model, options, message):
     ids=["it takes none", "its first one is not 0"],
 )
 def test_a_model_that_counts_positions_itself_is_refused(family, options):
-    """Their tokens would be wrong, and nothing would say so."""
+    """Otherwise their tokens would be silently wrong."""
     with pytest.raises(ValueError, match=f"{family}ForCausalLM counts positions itself, .* use model.generate with"):
         engine_for(make_model(family, **options))
 

@@ -1,4 +1,4 @@
-"""Logits that are not finite end their request alone, and nothing that led to them is found again."""
+"""Logits that are not finite end only their request, whose keys are never found."""
 
 from contextlib import contextmanager
 
@@ -23,7 +23,7 @@ def model():
 
 @contextmanager
 def spoiled(model, value, row):
-    """In here the model says so at a row of its logits."""
+    """Within the block, the model writes a value to a row of its logits."""
 
     def spoil(module, args, out):
         out[0, row] = value

@@ -1,4 +1,4 @@
-"""An engine that is interrupted at any instant: each text as in an engine that nobody disturbs, and no block lost."""
+"""Interrupts at any instant of an engine change no text and lose no block."""
 
 import random
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What Engine.add takes as a prompt, and what ends a text."""
+"""Prompts and stops of Engine.add."""
 
 import threading
 
@@ -28,7 +28,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def said(engine):
-    """What it says to PROMPT."""
+    """The text that it generates after PROMPT."""
     return list(engine.tokens(PROMPT, NEW))
 
 
@@ -106,7 +106,7 @@ class Spoken:
         return "".join(self.engine.stream([1], len(self.ids), **options))
 
     def tokens(self, **options):
-        """How many tokens come, and why no more."""
+        """How many tokens come, and why the text ends."""
         self.engine.add([1], len(self.ids), **options)
         made = list(self.engine.run())
         return len(made), made[-1].reason

@@ -1,4 +1,4 @@
-"""Every family of models says with pagedkv what it says with eager attention; the others are refused."""
+"""Every supported family of models generates the same text as with eager attention; others are refused."""
 
 import re
 from pathlib import Path

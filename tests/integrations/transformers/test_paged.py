@@ -1,4 +1,4 @@
-"""transformers' continuous batching, whose pages are read where they are."""
+"""transformers' continuous batching on pagedkv's kernels, which read its pages in place."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""TextDecoder: what a tokenizer says to all tokens at once, a few characters late, in the same time for each token."""
+"""TextDecoder: the same text as all tokens at once, a few characters late, in constant time per token."""
 
 import random
 

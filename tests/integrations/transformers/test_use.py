@@ -1,4 +1,4 @@
-"""use_pagedkv: what it does to a model and what it leaves, on a device without kernels too."""
+"""use_pagedkv: what it changes in a model and what it leaves alone, also without kernels."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def test_without_kernels_attention_is_sdpa(operation):
 
 
 def test_without_kernels_bloom_has_attention_of_its_own():
-    """transformers sets no other one, and warns."""
+    """transformers cannot set its attention, and warns."""
     model = make_model("Bloom")
     use_pagedkv(model)
     with (
@@ -62,7 +62,7 @@ def said(model):
 @pytest.mark.parametrize("family", ["Llama", "Bloom", "StableLm"])
 @pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt])
 def test_a_model_keeps_nothing_of_a_pass(family, error):
-    """Not the cache, which may be most of a device, and its layers do not write to one that is no longer theirs."""
+    """A cache may fill most of a device, so no model may keep it alive or write to it later."""
     model = make_model(family)
     engine = Engine(model, num_blocks=16)
     engine.add(TEXT, 1)
@@ -139,7 +139,7 @@ def test_without_a_pass_the_model_can_be_trained():
 @pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
 def test_without_a_pass_the_model_can_be_compiled(family):
-    """Its graphs with pagedkv and those without are told apart."""
+    """torch keeps graphs with and without pagedkv separate."""
     model = make_model(family)
     expected = perplexity(model)
     use_pagedkv(model)
@@ -154,7 +154,7 @@ def test_without_a_pass_the_model_can_be_compiled(family):
 
 
 def test_layers_that_do_not_get_a_pass_are_noticed():
-    """They have attended to the new tokens alone, which for a first pass is right, and for others is not."""
+    """Their layers attend only to new tokens, which is wrong after the first pass."""
     model = make_model("Llama")
     use_pagedkv(model)
     cache = PagedCache(model, num_blocks=16)

@@ -1,4 +1,4 @@
-"""Which versions of transformers are taken, and what is said about others."""
+"""Supported versions of transformers, and the errors for others."""
 
 import importlib.metadata
 import re

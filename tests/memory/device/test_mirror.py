@@ -1,4 +1,4 @@
-"""Tables on a device: always what the host says, with only changed rows copied, in memory that stays where it is."""
+"""Mirrors of tables on a device: equal to the host's rows, with few copies, at fixed addresses."""
 
 import sys
 
@@ -137,7 +137,7 @@ def test_the_batch_of_a_cache_is_mirrored(cupy):
 
 
 def test_tables_on_a_device_change_their_shape_once_for_each_doubling(cupy):
-    """Otherwise every new block is a new plan, and a CUDA graph ends where its tables ended when it was captured."""
+    """Otherwise every new block would need a new plan, and captured CUDA graphs would read too narrow tables."""
     cache = PagedKVCache(1, 1024, 4, 1, 8, array_module="cupy", max_seqs=2, max_seq_len=3000)
     seq = cache.add(1).seq
     widths = []
@@ -168,7 +168,7 @@ def cuda_torch(monkeypatch):
 
 
 def test_no_step_waits_for_the_device_of_torch(cuda_torch):
-    """And what arrives is what was there at the call, in the order of the calls."""
+    """The device gets the rows as they were at the call, in the order of the calls."""
     cache = PagedKVCache(2, 64, 4, 1, 8, array_module="torch", device="cuda", max_seqs=8, max_seq_len=64)
     seqs = [cache.add(n).seq for n in (5, 16, 30, 4, 1)]
     arrived, expected = [], []
@@ -197,7 +197,7 @@ def test_what_is_sent_may_change_at_once(cuda_torch):
 
 @pytest.mark.parametrize("name", ["torch", "cupy"])
 def test_nothing_is_sent_in_a_capture(cupy, cuda_torch, name):
-    """Replays would send again whatever is in the pinned memory by then."""
+    """Replays would copy whatever the pinned memory holds by then."""
     cache = PagedKVCache(1, 8, 4, 1, 8, array_module=name, max_seqs=4)
     seq = cache.add(6).seq
     twin = cache.fork(seq)[0]

@@ -1,4 +1,4 @@
-"""What users put into a prefix cache: another eviction, another hash, a listener of its events."""
+"""Hooks of a prefix cache: eviction, hash function and event listener."""
 
 import hashlib
 
@@ -9,33 +9,33 @@ from pagedkv.memory import LRU, AllBlocksCleared, BlockRemoved, BlockStored
 
 from ..manager import fails_after, refused
 from .prompts import TEXT, P, digests, make, started
-from .told import Told
+from .router import Router
 
 
 def test_events():
-    told = []
-    cache = make(num_blocks=4, events=told.append)
+    received = []
+    cache = make(num_blocks=4, events=received.append)
     seq = cache.add(TEXT[:10]).seq
-    assert told == []
+    assert received == []
     cache.commit(seq)
     first, second, third = digests([*TEXT, 0])
-    assert told.pop() == BlockStored([first, second], None, TEXT[:8], P, medium="CPU")
+    assert received.pop() == BlockStored([first, second], None, TEXT[:8], P, medium="CPU")
     cache.append(seq, 2, [TEXT[10], 0])
     cache.commit(seq)
-    assert told.pop() == BlockStored([third], second, [*TEXT[8:], 0], P, medium="CPU")
+    assert received.pop() == BlockStored([third], second, [*TEXT[8:], 0], P, medium="CPU")
     cache.free(seq)
     cache.add(2 * P)
-    assert told.pop() == BlockRemoved([third], medium="CPU")
+    assert received.pop() == BlockRemoved([third], medium="CPU")
     cache.reset()
-    assert told == [AllBlocksCleared()]
+    assert received == [AllBlocksCleared()]
 
 
 def test_an_exception_of_a_listener_comes_after_the_change():
-    told = []
+    received = []
 
     def listener(event):
-        told.append(event)
-        if len(told) == 1:
+        received.append(event)
+        if len(received) == 1:
             raise RuntimeError("the router is away")
 
     cache = make(events=listener)
@@ -45,7 +45,7 @@ def test_an_exception_of_a_listener_comes_after_the_change():
     assert cache.find(TEXT) == 8
     cache.check()
     cache.reset()
-    assert told[1:] == [AllBlocksCleared()]
+    assert received[1:] == [AllBlocksCleared()]
 
 
 def full_of_cached_blocks(listener):
@@ -57,7 +57,7 @@ def full_of_cached_blocks(listener):
 
 @pytest.mark.parametrize("tokens", [8, [0, *TEXT[:7]]])
 def test_an_add_whose_listener_fails_starts_no_sequence(tokens):
-    """It evicts two blocks, of two events the first one raises; they stay evicted."""
+    """The call evicts two blocks; the listener raises for the first of two events, and the blocks stay evicted."""
     events = []
     cache, _ = full_of_cached_blocks(lambda event: events.append(event) or (isinstance(event, BlockRemoved) and 1 / 0))
     before = cache.stats()
@@ -84,7 +84,7 @@ def test_an_append_whose_listener_fails_adds_no_token(num_forks):
 
 
 class MostRecent(LRU):
-    """Evicts what came last."""
+    """Evicts the block that came last."""
 
     def plan_leave(self, blocks, num_evicted):
         waiting, _ = self._waiting(int(self._first[0]), int(self._end[0]))
@@ -93,16 +93,16 @@ class MostRecent(LRU):
 
 
 def test_another_order_of_eviction():
-    told = Told()
-    cache = make(num_blocks=4, eviction=MostRecent, events=told)
+    router = Router()
+    cache = make(num_blocks=4, eviction=MostRecent, events=router)
     cache.free(started(cache, TEXT[:8]))
     cache.free(started(cache, [0, *TEXT[:7]]))
     cache.add(P)
     assert (cache.find([*TEXT[:8], 0]), cache.find([0, *TEXT[:7], 0])) == (8, 0), "its first block went"
     assert (cache.stats().cached, cache.num_free) == (2, 3), "and with it the one behind, which nothing leads to"
-    told.agrees_with(cache)
+    router.agrees_with(cache)
     seq = started(cache, [0, *TEXT[:7]])
-    told.agrees_with(cache)
+    router.agrees_with(cache)
     cache.check()
     assert cache.find([0, *TEXT[:7], 0]) == 8
     cache.free(seq)
@@ -138,7 +138,7 @@ def test_a_falsy_listener_gets_events():
 
 
 class Chosen(LRU):
-    """Evicts the blocks that it is told to."""
+    """Evicts given blocks."""
 
     chosen = np.array([0])
 
@@ -193,7 +193,7 @@ def test_a_hash_that_fails_changes_nothing():
 
 
 def test_a_hash_that_ends_changes_nothing():
-    """A map of it would take that for the end of the blocks."""
+    """StopIteration from a hash inside map() would look like the end of the blocks."""
     cache = make(hash_of=md5_for_three(StopIteration("injected")))
     seqs = [cache.add([number] * (P + 1)).seq for number in (1, 2)]
     with refused(cache, StopIteration, "injected"):
@@ -252,15 +252,15 @@ def test_what_cannot_be_called(options, message):
 
 
 def test_remaining_events_are_delivered_after_a_listener_raises():
-    """Or else later calls, which have no events of their own, would raise what it raises of them."""
-    told = []
-    cache = make(events=lambda event: told.append(event) or 1 / 0)
+    """Otherwise later calls without events of their own would raise for these events."""
+    received = []
+    cache = make(events=lambda event: received.append(event) or 1 / 0)
     seqs = [cache.add([number, *TEXT]).seq for number in (1, 2)]
     with pytest.raises(ZeroDivisionError):
         cache.commit(seqs)
-    assert [event.token_ids[0] for event in told] == [1, 2]
+    assert [event.token_ids[0] for event in received] == [1, 2]
     cache.free([*seqs, *cache.fork(seqs[0])])
-    assert len(told) == 2
+    assert len(received) == 2
 
 
 def test_events_left_by_an_interrupt_are_delivered_before_the_next_change():

@@ -19,7 +19,7 @@ from pagedkv.memory.prefix.digests import blake2b_128
 
 from ...support.sizes import assert_sizes_follow
 from ..manager import refused
-from .told import Told
+from .router import Router
 from .twin import Twin
 
 SALTS = st.sampled_from([None, None, "a", b"b"])
@@ -43,9 +43,9 @@ class PrefixMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_blocks, block_size, max_seqs):
         hash_of = HASHES[data.draw(st.sampled_from(self.hashes))]
-        self.told = Told()
+        self.router = Router()
         self.cache = pagedkv.PagedKVCache(
-            *(2, num_blocks, block_size, 1, 8), max_seqs=max_seqs, hash_of=hash_of, events=self.told
+            *(2, num_blocks, block_size, 1, 8), max_seqs=max_seqs, hash_of=hash_of, events=self.router
         )
         self.twin = Twin(num_blocks, block_size, hash_of)
         self.numbers, self.meaning = itertools.count(1), {}
@@ -231,8 +231,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert stats.shared == sum(n > 1 for n in twin.refs().values())
         assert stats.wasted_slots == stats.used * cache.block_size - cache.block_fills().sum()
         assert (stats.queried_tokens, stats.hit_tokens) == (twin.queried, twin.hit)
-        assert set(self.told.blocks) == set(twin.index)
-        self.told.agrees_with(cache, self.salts)
+        assert set(self.router.blocks) == set(twin.index)
+        self.router.agrees_with(cache, self.salts)
         assert_sizes_follow(cache, len(twin.seqs) + cache.pool.num_blocks)
 
     @invariant()

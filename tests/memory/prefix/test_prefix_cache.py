@@ -1,4 +1,4 @@
-"""PagedKVCache with a prefix cache: what is found, what is kept, what is told, one case at a time."""
+"""PagedKVCache with a prefix cache: what is found, kept and reported, case by case."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from pagedkv import OutOfBlocksError, SequenceTable
 
 from ..manager import fails_after, refused, state
 from .prompts import TEXT, P, make, started
-from .told import Told
+from .router import Router
 
 
 def test_nothing_is_found_before_the_commit():
@@ -129,24 +129,24 @@ def test_of_a_prompt_that_is_all_there_one_token_is_left():
 @pytest.mark.parametrize("ids", [TEXT[6:8], [1, 2]])
 def test_descendants_are_found_after_other_sequences_shared_the_block(ids):
     """A prompt that ends with the block; one that goes back into it as its only owner, to go on as before or not."""
-    told = Told()
-    cache = make(events=told)
+    router = Router()
+    cache = make(events=router)
     cache.free(started(cache, [*TEXT, 0]))
     cache.free(started(cache, TEXT[:4]))
     seq = started(cache, [*TEXT[:8], 1])
     cache.truncate(seq, 6)
     cache.append(seq, 2, ids)
-    told.agrees_with(cache)
+    router.agrees_with(cache)
     cache.commit(seq)
     cache.free(seq)
     assert (cache.find([*TEXT, 0, 1]), cache.find([*TEXT[:6], *ids, 9])) == (12, 8)
     assert cache.stats().cached == 3 + (ids == [1, 2])
-    told.agrees_with(cache)
+    router.agrees_with(cache)
 
 
 def test_descendants_become_unfindable_when_a_copy_has_no_room():
-    told = Told()
-    cache = make(num_blocks=6, events=told)
+    router = Router()
+    cache = make(num_blocks=6, events=router)
     cache.free(started(cache, [*TEXT, *range(5)]))
     seq = started(cache, TEXT[:9])
     cache.truncate(seq, 6)
@@ -154,7 +154,7 @@ def test_descendants_become_unfindable_when_a_copy_has_no_room():
     assert (cache.num_free, cache.stats().cached) == (2, 2)
     cache.append([seq, *others], 1, [1, 7, 8])
     assert (cache.num_free, cache.find([*TEXT, 0, 1])) == (0, 4)
-    told.agrees_with(cache)
+    router.agrees_with(cache)
     cache.check()
 
 

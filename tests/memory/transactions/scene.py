@@ -5,7 +5,7 @@ import numpy as np
 from pagedkv import PagedKVCache
 
 from ..manager import state
-from ..prefix.told import Told
+from ..prefix.router import Router
 
 LATE = [7, 8, 9, 7, 8, 9, 7, 8]
 
@@ -38,10 +38,10 @@ class Scene:
 
     def assert_events_match(self):
         """The events so far, of which one may have come twice, tell of just the blocks that can be found."""
-        told = Told()
+        router = Router()
         for event in self.events:
-            told(event)
-        told.agrees_with(self.cache)
+            router(event)
+        router.agrees_with(self.cache)
 
     def everything(self):
         """All state of the cache as bytes, and K of all blocks in use; what is in the free ones does not matter."""

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in the middle of a mutation, all of it has happened or nothing: Ctrl-C, or no memory."""
+"""A Ctrl-C or a MemoryError in the middle of a mutation leaves all of it or nothing."""
 
 from contextlib import suppress
 from operator import setitem
@@ -30,7 +30,7 @@ def test_an_interrupted_mutation_has_changed_everything_or_nothing(mutate):
         now = scene.everything()
         assert now in (before, after), f"half changed after an interrupt in {interrupt.came_at}"
         outcomes.append(now == after)
-        scene.cache.free([])  # the lock is free, and what was not told comes
+        scene.cache.free([])  # the lock is free, and the pending events come
         scene.assert_events_match()
     assert outcomes == sorted(outcomes)
     assert not outcomes[0]

@@ -1,10 +1,10 @@
-"""Told: what a listener of events knows of a cache, as a router would keep it."""
+"""Router: a listener that follows the findable blocks of a cache by its events."""
 
 from pagedkv.memory import BlockRemoved, BlockStored
 
 
-class Told:
-    """The blocks that can be found: by digest, the digest of the block before and the tokens. All from events."""
+class Router:
+    """The findable blocks, built from events: by digest, the parent's digest and the tokens."""
 
     def __init__(self):
         self.blocks = {}
