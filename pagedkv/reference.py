@@ -173,19 +173,23 @@ def prefill_attention(
         if seq_len == 0:  # decode only: an empty sequence has a row, and no sink either
             out[rows], lse[rows] = 0.0, -np.inf
             continue
+        visible = _visible(rows.stop - rows.start, seq_len, causal, window, window_right)
+        if leftpad is not None:
+            visible[:, : leftpad[seq]] = False
+        seen = visible.any(axis=0)
+        first = int(seen.argmax()) if seen.any() else seq_len
+        block_table = block_tables[seq].copy()
+        block_table[: first // _block_size(k_cache, layout)] = 0  # before the first key that is seen it may be anything
         k, v = gather_kv(
             k_cache,
             v_cache,
-            block_tables[seq],
+            block_table,
             seq_len,
             layout=layout,
             kv_dtype=kv_dtype,
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        visible = _visible(rows.stop - rows.start, seq_len, causal, window, window_right)
-        if leftpad is not None:
-            visible[:, : leftpad[seq]] = False
         if unmasked is not None:
             own, unmasked = _mask_of(unmasked, visible.shape)
             visible &= own

@@ -16,7 +16,7 @@ from .device.source import KernelSource
 NUM_THREADS = 128
 _INTS, _LONGS = types.CPointer(int32), types.CPointer(int64)
 SIGNATURE = types.void(
-    *(_INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, report
+    *(_INTS, _INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, leftpad, report
     *[int64] * 6,  # num_tokens, num_blocks, max_seq_len, block_size, window, table_stride in bytes
 )
 
@@ -29,17 +29,23 @@ class CheckConfig:
 def make_check_batch(config: CheckConfig) -> KernelSource:
     """The kernel that stores checked_lens[seq] = seq_lens[seq], or -1, and records bad entries.
 
-    Decode has no query starts, and its blocks are checked from the window on.
+    Blocks are checked from the first key on that a query sees: before it they may have been freed. Decode has no query
+    starts, but one query for each sequence.
     """
 
     def check_batch(
-        checked_lens, block_tables, seq_lens, query_starts, report, num_tokens, num_blocks, max_seq_len, block_size,
-        window, table_stride,
+        checked_lens, block_tables, seq_lens, query_starts, leftpad, report, num_tokens, num_blocks, max_seq_len,
+        block_size, window, table_stride,
     ):  # fmt: skip
         seq, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         start, stop, length = int64(0), int64(0), int64(seq_lens[seq])
+        first = length - window
         if address(query_starts) != 0:
             start, stop = int64(query_starts[seq]), int64(query_starts[seq + 1])
+            first = length - (stop - start) + 1 - window
+        if address(leftpad) != 0:
+            padding = int64(leftpad[seq])
+            first = max(first, padding if padding >= 0 else length)
         what, value = int64(0), int64(0)
         if length < 0 or length > max_seq_len:
             what, value = int64(SEQ_LEN), length
@@ -47,7 +53,7 @@ def make_check_batch(config: CheckConfig) -> KernelSource:
             what, value = int64(QUERY_START), start
         elif stop < start or stop > num_tokens or stop - start > length:
             what, value = int64(QUERY_START), stop
-        column, end = max(length - window, int64(0)) // block_size + thread, int64(0)
+        column, end = max(first, int64(0)) // block_size + thread, int64(0)
         if what == 0:
             end = (length + block_size - 1) // block_size
         row = seq * (table_stride // 4)

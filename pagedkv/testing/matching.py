@@ -80,7 +80,8 @@ def assert_matches_reference(
     contiguous : bool
         Make each array C-contiguous, without gaps.
     finite_left_of_window : bool
-        Leave finite keys and values left of the window in decode, for a function that multiplies them by weights of 0.
+        Leave finite keys and values, and their blocks, left of the windows of a sequence, for a function that
+        multiplies them by weights of 0.
         By default they are poison, since no function needs to read them.
     factor : float
         The factor of :func:`assert_close`.

@@ -102,12 +102,22 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
         num_used = -(-longest // geometry.block_size)
         block_tables = placement.private_copy(placement.columns(block_tables, num_used))
         used = block_tables[:, :num_used]
-        values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks)
+        first_keys = _first_keys(options, seq_lens, query_starts)
+        values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks, first_keys)
     spec = cache_spec(a.layout, kind, geometry)
     return AttentionCall(
         arguments, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
         k_scale, v_scale, options, str(a.kernel), bool(a.exact), checked,
     )  # fmt: skip
+
+
+def _first_keys(options: AttentionOptions, seq_lens: Array, query_starts: Array | None) -> Array | int:
+    """The first key of each sequence that a query sees, as far as windows and padding say; negative for 0."""
+    first: Array | int = 0
+    if options.window is not None:
+        query_lens = 1 if query_starts is None else np.diff(query_starts)
+        first = seq_lens.astype(np.int64) - query_lens + 1 - options.window
+    return first if options.leftpad is None else np.maximum(first, options.leftpad)
 
 
 def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layout) -> None:

@@ -33,14 +33,18 @@ def _largest(numbers: Array) -> int:
     return int(bits.item(bits.argmax())) if bits.size else 0  # half the time of max()
 
 
-def block_tables(name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int) -> None:
+def block_tables(
+    name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int, first_keys: Array | int = 0
+) -> None:
     """Raise IndexError if a used entry is not a block id; lengths are valid, and the longest uses all columns."""
     # Most tables are valid even in their unused entries: then one pass without a mask is enough.
     if _largest(tables) < num_blocks or not tables.size:
         return
     used = tables.view(_UINT32)
     num_used = -(-lengths.astype(np.int64) // block_size)
-    bad = (used >= num_blocks) & (np.arange(used.shape[1]) < num_used[:, None])
+    first = np.broadcast_to(first_keys, lengths.shape) // block_size
+    columns = np.arange(used.shape[1])
+    bad = (used >= num_blocks) & (columns < num_used[:, None]) & (columns >= first[:, None])
     if bad.any():
         seq, column = np.unravel_index(bad.argmax(), bad.shape)
         where = f"for sequence {seq}, column {column}" if name == "block_tables" else f"at column {column}"

@@ -22,17 +22,14 @@ def workspaces_of_check(call: AttentionCall) -> Workspaces:
 
 
 def with_check(device: Device, call: AttentionCall, *launches: Launch) -> tuple[Launch, ...]:
-    """Launches of attention, after one of the check if the call is checked.
-
-    Before the window the table of a decode call may hold anything, since those blocks may have been freed.
-    """
+    """Launches of attention, after one of the check if the call is checked."""
     if not call.checked:
         return launches
-    spec, window = call.spec, call.options.window if call.query_starts is None else None
+    spec, window = call.spec, call.options.window
     check = Launch(
         compile_for(device, make_check_batch, CheckConfig()),
         (len(call.seq_lens), 1, 1),
-        (_CHECKED_LENS, "block_tables", "seq_lens", "query_starts", REPORT),
+        (_CHECKED_LENS, "block_tables", "seq_lens", "query_starts", "leftpad", REPORT),
         (
             *(call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size),
             *(window or NO_WINDOW, call.block_tables.strides[0]),

@@ -53,7 +53,7 @@ class Spec:
     contiguous : bool
         Make q without gaps.
     finite_left_of_window : bool
-        In decode, leave the sequence's keys and values left of the window, instead of poison.
+        Leave the sequence's keys, values and blocks left of the windows of all its queries, instead of poison.
 
     Examples
     --------
@@ -96,8 +96,8 @@ class Spec:
 
     @property
     def poisons_left_of_window(self) -> bool:
-        """Whether keys and values left of the window are poison, since decode never needs them."""
-        return self.query_lens is None and self.window is not None and not self.finite_left_of_window
+        """Whether what lies left of all windows of a sequence is poison, since nobody needs it."""
+        return self.window is not None and not self.finite_left_of_window
 
     @property
     def num_heads(self) -> int:
@@ -219,7 +219,9 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
             v = _fingerprints(spec, block, offset)
         first = int(options["leftpad"][seq]) if spec.leftpad else 0
         if spec.poisons_left_of_window and spec.window:
-            first = max(0, length - spec.window)
+            first = max(first, length - query_len + 1 - spec.window)
+        first = min(first, length)
+        block_tables[seq, : first // spec.block_size] = np.resize(POISONS[spec.poison][2], first // spec.block_size)
         k_pool[block[first:], offset[first:]] = k[first:]
         v_pool[block[first:], offset[first:]] = v[first:]
 

@@ -45,7 +45,7 @@ class Limits:
     contiguous : bool
         Whether q has no gaps either.
     finite_left_of_window : bool
-        Whether keys and values left of the window are finite in decode, instead of poison.
+        Whether keys, values and blocks left of the windows of a sequence are its own, instead of poison.
     options : tuple of str
         Which of scale, softcap, alibi_slopes, window, sinks, causal and k_scale (with v_scale), and in prefill
         window_right, leftpad and mask, may be other than their default; seq_slopes: slopes for each sequence.
