@@ -1,10 +1,11 @@
 """The threads of the CPU backend: how many, and how a kernel runs on them.
 
 A kernel releases the GIL and takes its work items from a shared counter; which thread takes which item never changes a
-bit of the result. The caller computes short calls alone, joins the workers in longer ones, and waits for them in long
-ones: the waiting thread gets the KeyboardInterrupt, and the workers stop at their next item. Unlike an OpenMP pool, all
-of it survives fork, concurrent callers and Ctrl-C. Only C code hands work over, a SimpleQueue and locks that belong to
-one call, so an interrupt leaves nothing behind that another call would wait for.
+bit of the result. The caller computes short calls alone and works as one of the threads in longer ones. In a call so
+long that somebody may interrupt it, the caller only waits: then it gets the KeyboardInterrupt, and the workers stop at
+their next item. Unlike an OpenMP pool, all of it survives fork, concurrent callers and Ctrl-C. Only C code hands work
+over, a SimpleQueue and locks that belong to one call, so an interrupt leaves nothing behind that another call would
+wait for.
 """
 
 from __future__ import annotations

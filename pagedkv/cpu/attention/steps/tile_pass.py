@@ -77,7 +77,7 @@ def make_add_values(config: PassConfig) -> Any:
 
 
 def _reach(code: Code, config: PassConfig, tile_pass: TilePass, num_steps: Value, least: int) -> Value:
-    """How many steps before they are read rows are prefetched: from `least` to `num_steps`."""
+    """How many steps ahead rows are prefetched: from `least` to `num_steps`."""
     builder, step_bytes = code.builder, code.times(tile_pass.head_dim, STEP * ELEMENT_BYTES[config.kind])
     if prefetches_into_l1():
         # What the other heads' rows of the same tokens leave free in L1.
@@ -139,7 +139,7 @@ def _emit_steps(
     stride = code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
 
     def half(number: Value) -> tuple[Value, RowAddresses]:
-        """The half of the tile that holds the widened rows of a step: its address, and those of the rows."""
+        """The half of the tile that holds the widened rows of a step: its address, and the rows there."""
         row = code.times(builder.and_(number, INT64(1)), STEP)
         rows = RowAddresses(builder.add(tile_pass.tile_rows, code.times(row, INT_BYTES)), INT64(0))
         return builder.add(tile_pass.tile, builder.mul(row, stride)), rows

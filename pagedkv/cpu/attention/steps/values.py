@@ -87,6 +87,6 @@ def add_values(
         if width > chunk:
             all_columns(builder.add(done, code.times(turns, width)), width // 2)
 
-    if to_widen is not None:  # those that no token is left for
+    if to_widen is not None:  # rows that no token of this step comes with
         to_widen.widen_rows(code, count, num_vectors)
     all_columns(INT64(0), most)
