@@ -356,12 +356,12 @@ class PagedKVCache(Sequences):
         Returns
         -------
         int
-            How many tokens are kept.
+            How many tokens are kept: those of a block at least.
 
         Raises
         ------
         ValueError, CapacityError
-            A pin has this name already; max_seqs sequences are alive.
+            A pin has this name already, or there is no full block to keep; max_seqs sequences are alive.
         TypeError
             `name` is not a str, or `tokens` are not ids.
         """

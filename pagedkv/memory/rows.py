@@ -168,8 +168,13 @@ class SequenceRows:
         """Start a sequence of the found blocks alone: its handle, its length, and what to store."""
         [row], [seq], writes = self.handles.plan_issue(1)
         if self.chains is None or prompt.tokens is None:
-            return seq, 0, writes
+            raise ValueError("a pin keeps what can be found, and a cache with prefix_cache=False finds nothing")
         blocks = self.chains.cache.find(prompt.tokens, prompt.root)
+        if not len(blocks):
+            raise ValueError(
+                f"tokens must begin with a full block of {self.block_size} that can be found: commit a sequence with "
+                f"them first, got {len(prompt.tokens)} tokens"
+            )
         length = len(blocks) * self.block_size
         writes += self.pool._plan(gained=blocks, num_seqs=1)[1]
         writes += self.plan_row(int(row), length, blocks)

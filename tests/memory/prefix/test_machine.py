@@ -201,6 +201,10 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.twin.seqs[data.draw(st.sampled_from(self.names))]
         name = f"pin {next(self.numbers)}"
         tokens = seq.tokens[: seq.known]
+        if not self.twin.look_up(tokens, seq.salt):
+            with refused(self.cache, ValueError, "must begin with a full block"):
+                self.cache.pin(name, tokens, seq.salt)
+            return
         assert self.cache.pin(name, tokens, seq.salt) == self.twin.hold(name, tokens, seq.salt)
         self.pins.append(name)
         with refused(self.cache, ValueError, "which is pinned"):
