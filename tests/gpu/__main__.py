@@ -89,8 +89,11 @@ def second(is_dry: bool) -> list[Step]:
     """Instructions one by one, tests, benches with peers, races, counters; then drawn problems while there is time."""
     commands = Commands(is_dry)
     instructions = "tests/kernels/device", "tests/emulator"
-    others = "tests/kernels", "tests/integrations/transformers", "tests/examples", "tests/project", "tests/bench/gpu"
-    others += tuple(f"--ignore=tests/kernels/{name}" for name in ("device", "same"))
+    others = (
+        *("tests/kernels", "--ignore=tests/kernels/device", "--ignore=tests/kernels/same", "tests/bench/gpu"),
+        *("tests/project/test_snippets.py", "tests/examples/test_generate_on_a_gpu.py"),
+        *(f"tests/integrations/transformers/test_{name}.py" for name in ("families", "engine")),
+    )
     raced = commands.pytest(
         "tests/gpu/test_families.py", "-k", "wgmma and 128 or few or many", markers=USUAL, workers=0
     )
