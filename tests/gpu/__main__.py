@@ -95,7 +95,7 @@ def second(is_dry: bool) -> list[Step]:
         *(f"tests/integrations/transformers/test_{name}.py" for name in ("families", "engine")),
     )
     raced = commands.pytest(
-        "tests/gpu/test_families.py", "-k", "wgmma and 128 or few or many", markers=USUAL, workers=0
+        "tests/gpu/test_families.py", "-k", "split and 64 or wgmma and 128 or few or many", markers=USUAL, workers=0
     )
     own, dense = ["split NHD"], ["SDPA", "SDPA rows"]
     compiled = ["Triton", "FlexAttention", "FlashInfer", "FlashAttention 3", "vLLM v2"]
