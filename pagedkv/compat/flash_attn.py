@@ -53,7 +53,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     **refused: Any,
 ) -> Any:
-    """Append k and v to a cache, if given, and let q attend to it.
+    """Append k and v to a cache, if given, and compute attention of q over it.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     **refused: Any,
 ) -> Any:
-    """Let ragged queries attend to ragged keys, or with a block table to paged ones.
+    """Compute attention of ragged queries over ragged keys, or over paged ones with a block table.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ _REASONS = {
 
 
 def _refuse(arguments: dict[str, Any]) -> None:
-    """Raise for what FlashAttention 3 has and pagedkv has not, unless it has its default."""
+    """Raise for options of FlashAttention 3 that pagedkv lacks, unless they have their defaults."""
     for name, value in arguments.items():
         if name not in _REASONS:
             raise TypeError(f"there is no argument {name}, neither in FlashAttention 2 nor in FlashAttention 3")
@@ -291,7 +291,7 @@ def _require_no_grad(*tensors: Any) -> None:
 
 
 def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, scale: float | None) -> dict[str, Any]:
-    """The options of pagedkv.prefill_attention."""
+    """Convert options to those of pagedkv.prefill_attention."""
     left, right = window_size
     return {
         "causal": causal,
@@ -321,7 +321,7 @@ def _stored(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> dict[
 
 
 def _scale(name: str, descale: Any) -> Any:
-    """The scale of each KV head, of (batch_size, num_kv_heads) alike rows."""
+    """Read the scale of each KV head from (batch_size, num_kv_heads) equal rows."""
     if descale is None or descale.dim() < 2:
         return descale
     # A row that is repeated by expand() is seen without reading it, also on a GPU.
@@ -352,7 +352,7 @@ def _behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int, le
 
 
 def _new_slots(k: Any, tables: Any, lens: Any, block_size: int) -> tuple[Any, Any]:
-    """The slots and the positions of k, which goes behind the tokens of the cache."""
+    """The slots and positions of k, which follows the tokens of the cache."""
     num_new, room = k.shape[1], tables.shape[1] * block_size
     if not lens.is_cuda and bool((lens + num_new > room).any()):
         raise ValueError(f"cache_seqlens must leave room for {num_new} new tokens of {room}, got {lens.tolist()}")

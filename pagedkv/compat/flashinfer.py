@@ -25,7 +25,7 @@ _FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 class _Wrapper:
-    """What both wrappers have: where they run, and the plan of the last `plan`."""
+    """Base of both wrappers: their device, and what the last `plan` has set."""
 
     def __init__(
         self, float_workspace_buffer: Any, kv_layout: str = "NHD", use_cuda_graph: bool = False, **hints: Any
@@ -43,13 +43,13 @@ class _Wrapper:
         self._planned = False
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
-        """Do nothing: the memory of workspaces is not used."""
+        """Do nothing, since workspace buffers are not used."""
 
     def end_forward(self) -> None:
         """Do nothing, as the original does."""
 
     def _set_tables(self, indptr: Any, indices: Any, last_page_len: Any, page_size: int) -> None:
-        """Keep the page table as rows, and the lengths."""
+        """Convert the page table to rows, and compute the lengths."""
         starts, pages, last = (x.cpu().numpy() for x in (indptr, indices, last_page_len))
         counts = np.diff(starts)
         if len(starts) != len(last) + 1 or (counts < 0).any() or (len(starts) and starts[-1] > len(pages)):
@@ -130,7 +130,7 @@ class _Wrapper:
         return result, logs if lse is None else lse.copy_(logs)
 
     def _caches(self, paged_kv_cache: Any) -> tuple[list[Any], dict[str, Any]]:
-        """K and V, and how they are stored."""
+        """The K and V caches, and the options that say how they are stored."""
         caches = paged_kv_cache if isinstance(paged_kv_cache, tuple) else paged_kv_cache.unbind(1)
         page_size = caches[0].shape[1 if self._layout == "NHD" else 2]
         if page_size != self._page_size or caches[0].dtype != self._kv_dtype:
@@ -144,7 +144,7 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """Attention of one token per request, or of `q_len_per_req`, over a paged KV cache.
+    """Computes attention of one token per request, or of `q_len_per_req`, over a paged KV cache.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         window_right: int = 0,
         q_len_per_req: int = 1,
     ) -> None:
-        """Say what the next calls of `run` have in common.
+        """Set what the next calls of `run` have in common.
 
         Parameters
         ----------
@@ -223,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         Raises
         ------
         ValueError
-            Arguments that are wrong, or that pagedkv has not.
+            An argument is wrong, or pagedkv does not support it.
         """
         _require_plain(pos_encoding_mode)
         if window_right > 0 or q_len_per_req < 1:
@@ -262,7 +262,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         window_left: int | None = None,
         sinks: Any = None,
     ) -> Any:
-        """Attend, as planned.
+        """Compute attention as planned.
 
         Parameters
         ----------
@@ -288,9 +288,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         Raises
         ------
         RuntimeError
-            Nothing is planned.
+            `plan` was not called.
         TypeError, ValueError, IndexError
-            As of `pagedkv.decode_attention`, and for tensors that are not as planned.
+            As in `pagedkv.decode_attention`, and for tensors that are not as planned.
         """
         _require_no_more(args)
         operation = prefill_attention if self._planned and self._starts else decode_attention
@@ -300,14 +300,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         return self._run(operation, starts, q, paged_kv_cache, options, scales, out, lse, return_lse, window_left)
 
     def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
-        """`run` with ``return_lse=True``."""
+        """Call `run` with ``return_lse=True``."""
         return self.run(q, paged_kv_cache, return_lse=True, **options)
 
     forward = run
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Attention of ragged runs of tokens over a paged KV cache, each run the last tokens of its request.
+    """Computes attention of the last tokens of each request over a paged KV cache.
 
     Parameters are those of `BatchDecodeWithPagedKVCacheWrapper`.
 
@@ -349,33 +349,32 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         non_blocking: bool = True,
         **refused: Any,
     ) -> None:
-        """Say what the next calls of `run` have in common.
+        """Set what the next calls of `run` have in common.
 
         Parameters
         ----------
         qo_indptr : (batch_size + 1,) int32 tensor
             Where the tokens of each request begin in q.
         paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, page_size
-            As of `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
         head_dim_qk, head_dim_vo : int
             The same.
         custom_mask : (n,) bool tensor, optional
-            For each request its (tokens, keys) booleans, flattened. With it `causal` is not looked at.
+            The (tokens, keys) booleans of each request, flattened; replaces `causal`.
         packed_custom_mask : (n,) uint8 tensor, optional
-            The same as bits, each request from a byte on; it goes before `custom_mask`.
+            The same as bits, with a new byte for each request; replaces `custom_mask`.
         causal : bool
         use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking
-            No result depends on them: sums are float32.
+            Ignored, since no result depends on them: sums are float32.
         pos_encoding_mode, sm_scale, window_left, logits_soft_cap, q_data_type, kv_data_type, o_data_type
-            As of `BatchDecodeWithPagedKVCacheWrapper.plan`.
+            As in `BatchDecodeWithPagedKVCacheWrapper.plan`.
         **refused
-            What else the original has: hints for its backends, which are taken, and items of multi-item scoring, which
-            are refused.
+            Other arguments of the original: hints for its backends are ignored, multi-item scoring is refused.
 
         Raises
         ------
         ValueError
-            Arguments that are wrong, or that pagedkv has not.
+            An argument is wrong, or pagedkv does not support it.
         """
         _require_plain(pos_encoding_mode)
         for name, value in refused.items():
@@ -413,13 +412,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         window_left: int | None = None,
         sinks: Any = None,
     ) -> Any:
-        """Attend, as planned.
+        """Compute attention as planned.
 
         Parameters
         ----------
         q : (tokens, num_qo_heads, head_dim) tensor
         paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks
-            As of `BatchDecodeWithPagedKVCacheWrapper.run`.
+            As in `BatchDecodeWithPagedKVCacheWrapper.run`.
 
         Returns
         -------
@@ -428,9 +427,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         Raises
         ------
         RuntimeError
-            Nothing is planned.
+            `plan` was not called.
         TypeError, ValueError, IndexError
-            As of `pagedkv.prefill_attention`, and for tensors that are not as planned.
+            As in `pagedkv.prefill_attention`, and for tensors that are not as planned.
         """
         _require_no_more(args)
         options = {**(self._masks if self._planned else {}), **({} if sinks is None else {"sinks": sinks})}
@@ -441,7 +440,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         )
 
     def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
-        """`run` with ``return_lse=True``."""
+        """Call `run` with ``return_lse=True``."""
         return self.run(q, paged_kv_cache, return_lse=True, **options)
 
     forward = run
@@ -474,13 +473,13 @@ def append_paged_kv_cache(
         The request of each token, and its position there.
     paged_kv_cache : tensor or pair of tensors
     kv_indices, kv_indptr, kv_last_page_len : int32 tensor
-        The page table, which has the pages of the new tokens already.
+        The page table, which already has the pages of the new tokens.
     kv_layout : {"NHD", "HND"}
 
     Raises
     ------
     TypeError, ValueError, IndexError
-        As of `pagedkv.write_kv`.
+        As in `pagedkv.write_kv`.
 
     Examples
     --------
@@ -505,7 +504,7 @@ def append_paged_kv_cache(
 
 @between_graphs
 def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
-    """Merge the attention over two disjoint sets of keys.
+    """Merge the results of attention over two disjoint sets of keys.
 
     Parameters
     ----------
@@ -518,6 +517,15 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     v : (tokens, num_heads, head_dim) tensor
     s : (tokens, num_heads) float32 tensor
         The LSE, base 2.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import flashinfer
+    >>> one, three, lse = torch.ones(1, 1, 8), 3 * torch.ones(1, 1, 8), torch.zeros(1, 1)
+    >>> v, s = flashinfer.merge_state(one, lse, three, lse)
+    >>> v[0, 0, 0], s
+    (tensor(2.), tensor([[1.]]))
     """
     out, lse = attention.merge_states([v_a, v_b], [s_a * LN2, s_b * LN2])
     return out, lse.div_(LN2)
@@ -525,7 +533,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
 
 @between_graphs
 def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
-    """Merge the attention over several disjoint sets of keys.
+    """Merge the results of attention over several disjoint sets of keys.
 
     Parameters
     ----------
@@ -536,7 +544,16 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     Returns
     -------
     v, s
-        As `merge_state`.
+        As in `merge_state`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import flashinfer
+    >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1).expand(1, 2, 1, 8)
+    >>> merged, s = flashinfer.merge_states(v.contiguous(), torch.zeros(1, 2, 1))
+    >>> merged[0, 0, 0], s
+    (tensor(2.), tensor([[1.]]))
     """
     out, lse = attention.merge_states(list(v.unbind(1)), list((s * LN2).unbind(1)))
     return out, lse.div_(LN2)

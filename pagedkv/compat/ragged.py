@@ -1,4 +1,4 @@
-"""Ragged and short keys as paged ones, where they lie: what several libraries take and a block table can say."""
+"""Ragged and short keys, described in place by block tables, as several libraries take them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, Any, Any]:
-    """Ragged keys and values as blocks where they lie, the table of the blocks, and the length of each sequence.
+    """View ragged keys and values as blocks; return them, the block tables, and the lengths of the sequences.
 
     A block is as long as the starts of the sequences allow: one token, or a whole slot where all slots are alike.
     """

@@ -55,7 +55,7 @@ def register() -> None:
 
 @cache
 def _library() -> torch.library.Library:
-    """The definitions, which last as long as this object."""
+    """Make the definitions, which last as long as the returned object."""
     library = torch.library.Library("pagedkv", "DEF")
 
     def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -74,7 +74,7 @@ def _library() -> torch.library.Library:
 
 
 def _parameters(function: Callable[..., Any], mutated: dict[str, str] | None = None) -> str:
-    """The parameters of a function as a schema of torch has them."""
+    """Write the parameters of a function as a schema of torch."""
     required, options = [], []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is inspect.Parameter.empty:
@@ -86,7 +86,7 @@ def _parameters(function: Callable[..., Any], mutated: dict[str, str] | None = N
 
 
 def _refusing_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that raises RuntimeError where torch would need its gradient."""
+    """Wrap a function to raise RuntimeError if torch would need its gradient."""
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -103,7 +103,7 @@ def _refusing_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for the overload that returns two tensors."""
+    """Make the function for the overload that returns two tensors."""
 
     def call(*args: Any, return_lse: bool, **options: Any) -> Any:
         if not return_lse:

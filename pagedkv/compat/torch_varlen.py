@@ -54,7 +54,7 @@ def require_torch(version: str) -> None:
 
 @cache
 def _library() -> torch.library.Library:
-    """The kernels, which last as long as this object."""
+    """Register the kernels, which last as long as the returned object."""
     library = torch.library.Library("aten", "IMPL", "CPU")
     library.impl("_flash_attention_forward", _forward)
     library.impl("_flash_attention_forward_no_dropout_inplace", _forward_into)

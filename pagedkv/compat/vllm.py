@@ -42,7 +42,7 @@ def paged_attention_v1(
     blocksparse_block_size: int = 64,
     blocksparse_head_sliding_step: int = 0,
 ) -> None:
-    """Attention of one token per sequence over paged keys and values, into `out`.
+    """Compute attention of one token per sequence over paged keys and values into `out`.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def paged_attention_v1(
     key_cache, value_cache : tensor
         In the layout of the module; of query's dtype, or uint8 for fp8.
     num_kv_heads, block_size : int
-        Those of the caches.
+        As in the caches.
     scale : float
         Factor of ``q . k``.
     block_tables : (num_seqs, max_blocks) int32 tensor
@@ -63,12 +63,12 @@ def paged_attention_v1(
     k_scale, v_scale : float, or float32 tensor of one element
         value = code * scale.
     tp_rank, blocksparse_...
-        Of block-sparse attention, which is refused: only the defaults are taken, and any `tp_rank`.
+        Options of block-sparse attention, which is refused: they must have their defaults, `tp_rank` may be any.
 
     Raises
     ------
     TypeError, ValueError, IndexError
-        As of `pagedkv.decode_attention`, for sizes that are not those of the caches, and for block-sparse attention.
+        As from `pagedkv.decode_attention`; sizes differ from those of the caches; block-sparse attention.
 
     Examples
     --------
@@ -118,14 +118,26 @@ def paged_attention_v2(
     Parameters
     ----------
     exp_sum, max_logits, tmp_out
-        Scratch memory of the original, left as it is: pagedkv has its own.
+        Scratch memory of the original, which is not used.
     out, query, ...
         As in `paged_attention_v1`.
 
     Raises
     ------
     TypeError, ValueError, IndexError
-        As `paged_attention_v1`.
+        As from `paged_attention_v1`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> caches = torch.ones(4, 2, 16, 8, 4), torch.ones(4, 2, 64, 8)
+    >>> query, out = torch.ones(1, 8, 64), torch.empty(1, 8, 64)
+    >>> scratch = torch.empty(1, 8, 1), torch.empty(1, 8, 1), torch.empty(1, 8, 1, 64)
+    >>> tables, lens = torch.tensor([[3, 1]]).int(), torch.tensor([12]).int()
+    >>> ops.paged_attention_v2(out, *scratch, query, *caches, 2, 0.125, tables, lens, 8, 12, None, "auto", 1.0, 1.0)
+    >>> bool((out == 1).all())
+    True
     """
     sparse = blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size, blocksparse_head_sliding_step
     _attend(
@@ -150,7 +162,7 @@ def reshape_and_cache(
     Parameters
     ----------
     key, value : (num_tokens, num_kv_heads, head_dim) tensor
-        As many tokens as `slot_mapping` has, or more, which are padding.
+        As many tokens as `slot_mapping` has; more of them are padding.
     key_cache, value_cache : tensor
     slot_mapping : (n,) int64 tensor
         ``block * block_size + offset``; tokens with a negative one are skipped.
@@ -160,7 +172,18 @@ def reshape_and_cache(
     Raises
     ------
     TypeError, ValueError, IndexError
-        As of `pagedkv.write_kv`.
+        As from `pagedkv.write_kv`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> key = value = torch.ones(2, 1, 8)
+    >>> key_cache, value_cache = torch.zeros(4, 1, 2, 8, 4), torch.zeros(4, 1, 8, 8)
+    >>> ops.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([7, 8]), "auto", 1.0, 1.0)
+    >>> value_cache[:, 0, 0].nonzero()  # block and offset of each token
+    tensor([[0, 7],
+            [1, 0]])
     """
     _write(key, value, key_cache, value_cache, slot_mapping, "vllm", kv_cache_dtype, k_scale, v_scale)
 
@@ -176,7 +199,19 @@ def reshape_and_cache_flash(
     k_scale: Any,
     v_scale: Any,
 ) -> None:
-    """As `reshape_and_cache`, for caches (num_blocks, block_size, num_kv_heads, head_dim)."""
+    """As `reshape_and_cache`, for caches (num_blocks, block_size, num_kv_heads, head_dim).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> key = value = torch.ones(2, 1, 8)
+    >>> key_cache, value_cache = torch.zeros(2, 4, 8, 1, 8)
+    >>> ops.reshape_and_cache_flash(key, value, key_cache, value_cache, torch.tensor([7, 8]), "auto", 1.0, 1.0)
+    >>> value_cache[:, :, 0, 0].nonzero()  # block and offset of each token
+    tensor([[0, 7],
+            [1, 0]])
+    """
     _write(key, value, key_cache, value_cache, slot_mapping, "NHD", kv_cache_dtype, k_scale, v_scale)
 
 
@@ -192,13 +227,23 @@ def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: A
     Raises
     ------
     TypeError, ValueError, IndexError
-        As of `pagedkv.copy_blocks`.
+        As from `pagedkv.copy_blocks`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> key_caches, value_caches = [torch.zeros(4, 1, 2, 8, 4)], [torch.zeros(4, 1, 8, 8)]
+    >>> value_caches[0][0] = 1
+    >>> ops.copy_blocks(key_caches, value_caches, torch.tensor([[0, 3]]))
+    >>> value_caches[0][:, 0, 0, 0]
+    tensor([1., 0., 0., 1.])
     """
     caches.copy_blocks(key_caches, value_caches, block_mapping)
 
 
 def swap_blocks(src: Any, dst: Any, block_mapping: Any) -> None:
-    """Copy blocks from one cache to another, which may be on the other side.
+    """Copy blocks from one cache to another; one may be on the host and one on a device.
 
     Parameters
     ----------
@@ -209,13 +254,22 @@ def swap_blocks(src: Any, dst: Any, block_mapping: Any) -> None:
     Raises
     ------
     TypeError, ValueError, IndexError
-        As of `pagedkv.swap_blocks`.
+        As from `pagedkv.swap_blocks`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> cache, swapped = torch.ones(4, 1, 8, 8), torch.zeros(2, 1, 8, 8)
+    >>> ops.swap_blocks(cache, swapped, torch.tensor([[3, 0]]))
+    >>> swapped[:, 0, 0, 0]
+    tensor([1., 0.])
     """
     caches.swap_blocks(src, dst, block_mapping)
 
 
 def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
-    """Convert a cache to fp8, or from it: whichever of the two tensors is uint8 has the codes.
+    """Convert a cache to or from fp8; the tensor of dtype uint8 has the codes.
 
     Parameters
     ----------
@@ -229,7 +283,17 @@ def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp
     Raises
     ------
     ValueError
-        Not just one of the two is uint8, their shapes differ, or there is no such kv_dtype.
+        None or both of the tensors are uint8, their shapes differ, or kv_dtype is unknown.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from pagedkv.compat import vllm as ops
+    >>> codes, back = torch.zeros(2, dtype=torch.uint8), torch.zeros(2)
+    >>> ops.convert_fp8(codes, torch.tensor([1.0, 1000.0]))
+    >>> ops.convert_fp8(back, codes)
+    >>> back  # the largest value of fp8_e4m3 is 448
+    tensor([  1., 448.])
     """
     float8 = _FLOAT8[_kv_dtype("kv_dtype", kv_dtype, with_auto=False)]
     if (output.dtype == torch.uint8) == (input.dtype == torch.uint8) or output.shape != input.shape:
@@ -299,7 +363,7 @@ def _write(
 
 
 def _stored(num_kv_heads: int, kv_cache_dtype: str, k_scale: Any, v_scale: Any) -> dict[str, Any]:
-    """How caches are stored; without fp8 the original looks at no scale."""
+    """The options that say how caches are stored; without fp8 scales are ignored, as in the original."""
     kv_dtype = _kv_dtype("kv_cache_dtype", kv_cache_dtype)
     if kv_dtype is None:
         return {}
@@ -322,5 +386,5 @@ def _scale(name: str, scale: Any, num_kv_heads: int) -> Any:
         return scale
     if scale.numel() != 1:
         raise ValueError(f"{name} must have one element, got {tuple(scale.shape)}")
-    # One for each KV head, instead of a number that would have to be read from the device.
+    # An array with one for each KV head, because a number would have to be read from the device.
     return scale.reshape(1).expand(num_kv_heads).contiguous() if scale.is_cuda else float(scale)
