@@ -126,6 +126,8 @@ def test_what_operators_cannot_take_is_refused_by_name():
     for name in ("score_mod", "backend", "out"):
         with pytest.raises(RuntimeError, match=f"Unknown keyword argument '{name}'"):
             operator(*args, **{name: None})
+    with pytest.raises(RuntimeError, match=r"type 'Tensor' for argument 'q' but .* 'ndarray'"):
+        operator(args[0].numpy(), *args[1:])
     with pytest.raises(RuntimeError, match="k_scale"):
         operator(*args, k_scale=2.0)
     with pytest.raises(ValueError, match="return_lse must be True or left out"):
