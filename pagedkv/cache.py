@@ -167,7 +167,7 @@ class PagedKVCache(Sequences):
         events: Listener | None = None,
     ) -> None:
         num_layers = as_int("num_layers", num_layers, minimum=1)
-        num_kv_heads = as_int("num_kv_heads", num_kv_heads)
+        num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
         head_dim = as_int("head_dim", head_dim)
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         arrays = Arrays(array_module, device)

@@ -78,6 +78,10 @@ def per_seq(name: str, value: Any, num_seqs: int) -> npt.NDArray[np.int64]:
     """Convert one int for all sequences, or one for each, to an array with one of at least 0 for each."""
     if isinstance(value, (int, np.integer)):
         return np.full(num_seqs, as_int(name, value, maximum=MAX_INT64))
+    if not isinstance(value, (list, tuple, range)) and not hasattr(value, "tolist"):
+        raise TypeError(
+            f"{name} must be an int, or a list or array with one for each sequence, got {type(value).__name__}"
+        )
     values = as_ints(name, value, num_seqs, "num_seqs")
     if values.min(initial=0) < 0:
         raise ValueError(f"{name} must be at least 0, got {values.min()}")

@@ -67,6 +67,8 @@ def ids_of(tokens: Any) -> npt.NDArray[np.int32]:
     TypeError, ValueError
         An id is not an integer, or not in 0..2**31 - 1.
     """
+    if isinstance(tokens, str):
+        raise TypeError("tokens must be ids, got a text: give what a tokenizer makes of it")
     if isinstance(tokens, (list, tuple)):
         # This takes a third of the time of numpy.asarray; as_ints says what is wrong with anything else.
         with suppress(TypeError, OverflowError):
