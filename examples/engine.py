@@ -126,7 +126,7 @@ class Engine:
                     require_finite(row)
                 except FloatingPointError as error:
                     sample.done = f"error: {error}"
-                    self.scheduler.abort(request)  # before the update, which lets others find what is computed
+                    self.scheduler.abort(request)  # before the update, after which others could find its blocks
                     tokens += [0] * (request in sampled)
                     continue
                 if request in sampled:

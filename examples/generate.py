@@ -245,7 +245,7 @@ def main() -> int:
     parser, args = parse()
     prompts = read_prompts(parser, args)
     try:
-        pagedkv.get_num_threads()  # says what is wrong with PAGEDKV_NUM_THREADS
+        pagedkv.get_num_threads()  # raises for a wrong PAGEDKV_NUM_THREADS
         model, tokenizer = load(args.weights, args.context)
     except ValueError as error:
         parser.error(str(error))

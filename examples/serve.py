@@ -36,7 +36,7 @@ from transformer import WEIGHTS
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 2048
-ACCEPTED = 8  # connections at a time: each is an open file before anybody has looked at it
+ACCEPTED = 8  # connections that asyncio accepts at a time, before the limit applies to them
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -92,7 +92,7 @@ def build(args: argparse.Namespace) -> Server:
     pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache}
     if args.model:
         try:
-            from server.hugging_face import hugging_face  # only here, for it imports torch
+            from server.hugging_face import hugging_face  # imported here because it imports torch
         except ImportError as error:
             raise SystemExit(
                 f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})'
@@ -102,7 +102,7 @@ def build(args: argparse.Namespace) -> Server:
     else:
         make, source = small, args.weights
     try:
-        pagedkv.get_num_threads()  # says what is wrong with PAGEDKV_NUM_THREADS
+        pagedkv.get_num_threads()  # raises for a wrong PAGEDKV_NUM_THREADS
         engine, text = make(source, args.context, pool, **most)
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from None
@@ -128,18 +128,18 @@ class OverHttp(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has made that ACCEPTED
+            listener.listen(BACKLOG)  # asyncio has set the backlog to ACCEPTED
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._worker.stop()
         for connection in self.server_state.connections:
-            if connection.cycle and connection.cycle.more_body:  # nobody waits for the rest of it
+            if connection.cycle and connection.cycle.more_body:  # the rest of the body is not awaited
                 connection.transport.close()
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         super().handle_exit(sig, frame)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C waits for nothing
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
     def _fail(self) -> None:
         self.has_failed = self.should_exit = True
@@ -170,7 +170,7 @@ def main() -> int:
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"{address}/v1 for clients, {address} for the pool; Ctrl-C ends it", flush=True)
     over_http = OverHttp(server, room)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again once all is closed
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after closing everything
         over_http.run(sockets=[listener])
     return int(over_http.has_failed)
 

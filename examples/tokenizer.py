@@ -43,7 +43,7 @@ class Tokenizer:
     def encode(self, text: str | bytes) -> list[int]:
         """Return the token ids of `text`; a str is encoded as UTF-8 first."""
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
-        # Long pieces are seldom seen again, and remembering them takes memory.
+        # Long pieces are rarely seen again, and caching them takes memory.
         return [
             token
             for piece in PIECES.findall(data)
@@ -57,7 +57,7 @@ class Tokenizer:
     def _merge(self, piece: bytes) -> tuple[int, ...]:
         tokens = list(piece)
         last = len(self.vocab)
-        # Merges apply in the order in which they were learnt, each from left to right: what one makes, later ones take.
+        # Merges apply in the order in which they were learnt, each from left to right, to the results of earlier ones.
         while (token := min((self.ranks.get(pair, last) for pair in pairwise(tokens)), default=last)) < last:
             tokens = _joined(tokens, self.pairs[token - 256], token)
         return tuple(tokens)

@@ -16,7 +16,7 @@ from .compiling.progress import is_terminal
 from .cpu.threads import get_num_threads
 from .errors import BackendUnavailableError
 
-# Where each bench is, and what it measures. Only the chosen one is imported: the others may need what is not installed.
+# The module of each bench, and what it measures. Only the chosen one is imported: others may need missing packages.
 BENCHES = {
     "cpu": ("cpu.run", "decode and prefill on the CPU, beside the speed of its memory and other libraries"),
     "memory": ("memory", "the memory manager, beside one of Python lists"),
@@ -25,7 +25,7 @@ BENCHES = {
     "prefill": ("gpu.prefill", "prefill_attention on a GPU, beside other libraries"),
     "write": ("gpu.write", "write_kv on a GPU"),
 }
-# Where each of the other commands is, and what it prints.
+# The module of each other command, and what it prints.
 COMMANDS = {
     "info": ("info.command", "what is installed here, what of pagedkv works, and what to install for the rest"),
     "trace": ("trace.command", "how much of a KV cache paging wastes on a trace of requests, beside contiguous memory"),
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
         except ValueError as error:  # about the environment
             print(error, file=sys.stderr)
             return 2
-    # What a bench raises is a defect; the other commands refuse options that do not go together.
+    # An exception of a bench is a defect; other commands raise for options that do not go together.
     refusals = (ValueError, OSError, MemoryError) if chosen in COMMANDS else ()
     return _run(module, refusals, **options)
 
@@ -163,7 +163,7 @@ def _write(text: str) -> int:
     try:
         print(text, flush=True)
     except OSError as error:
-        # Python writes what is left once more when it ends.
+        # At exit Python would try to flush the rest again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return 141

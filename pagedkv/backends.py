@@ -50,7 +50,7 @@ def backend_of(placement: Placement) -> Backend:
     """
     backend = _backends.get(placement.backend)
     if backend is None:
-        # numba does not survive an interrupt in the middle of its import
+        # an interrupt in the middle of numba's import would break it
         backend = _backends[placement.backend] = on_compile_thread(lambda: _load(placement.backend))
     return backend
 

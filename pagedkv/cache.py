@@ -188,7 +188,7 @@ class PagedKVCache(Sequences):
                 options[name] = arrays.asarray(kept) if isinstance(kept, np.ndarray) else kept
         if prefix_cache:
             require_block_size(block_size)
-        # Before the pool: the system refuses at once what it does not have, and fills the pool's arrays for minutes.
+        # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.
         sizes = num_blocks, block_size, num_kv_heads, head_dim
         self._layer_caches = LayerCaches(arrays, layout, sizes, num_layers, stored)
         self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches

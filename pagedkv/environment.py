@@ -31,7 +31,7 @@ def num_threads() -> int | None:
     text = os.environ.get("PAGEDKV_NUM_THREADS")
     if not text:
         return None
-    # The length first: Python refuses to read thousands of digits.
+    # Check the length first, since Python refuses to parse thousands of digits.
     if not text.isdecimal() or len(text) > 80 or not 1 <= int(text) <= MOST_THREADS:
         raise ValueError(f"PAGEDKV_NUM_THREADS must be an integer in 1..{MOST_THREADS}, got {text[:80]!r}")
     return int(text)

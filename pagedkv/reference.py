@@ -271,14 +271,14 @@ def _attend(
         if alibi_slopes is not None:
             scores = scores - dtype(alibi_slopes[head]) * abs(k_pos - q_pos).astype(dtype)
         if score_mod is not None:
-            rows, keys = np.nonzero(visible)  # called for what is seen alone: each score is a call
+            rows, keys = np.nonzero(visible)  # only for visible keys, since each score is a call
             seen_scores = scores[rows, keys].astype(object)
             scores[rows, keys] = np.frompyfunc(score_mod, 5, 1)(seen_scores, q_pos[rows, 0], k_pos[keys], head, seq)
         scores = np.where(visible, scores, -np.inf).astype(dtype)
 
         sink = dtype(-np.inf if sinks is None else sinks[head])
         top = np.maximum(scores.max(axis=1, initial=-np.inf), sink)
-        shift = np.where(top == -np.inf, 0, top)  # with nothing to attend to, every term is exp(-inf) = 0
+        shift = np.where(top == -np.inf, 0, top)  # without visible keys, every term is exp(-inf) = 0
         terms = np.exp(scores - shift[:, None])
         total = terms.sum(axis=1) + np.exp(sink - shift)
         probabilities = rounded(terms / np.where(total == 0, 1, total)[:, None])

@@ -158,7 +158,7 @@ class Server:
             if chat:
                 return self.text.encode_chat(prompt)
             return self.text.encode(prompt) if isinstance(prompt, str) else prompt
-        except Exception as error:  # a model's chat template raises what it likes
+        except Exception as error:  # a model's chat template may raise anything
             raise ValueError(f"the prompt cannot be encoded: {error}") from None
 
     # -- the server itself

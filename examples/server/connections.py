@@ -18,7 +18,7 @@ except ModuleNotFoundError:  # Windows, which has no such limit
 LINGER = 1.0
 SILENCE = 5.0  # seconds within which the head of a request must come
 PROBE = 0.2  # seconds between checks whether a client that has closed its sending half is still there
-OTHER_FILES = 64  # what Python, the event loop and the model have open, and connections that were just accepted
+OTHER_FILES = 64  # files that Python, the event loop and the model have open, and newly accepted connections
 
 
 def room_for_connections(wanted: int) -> int:

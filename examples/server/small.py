@@ -103,7 +103,7 @@ class SmallEngine:
             raise
         for one in made:
             if one.reason == "error":
-                self.scheduler.abort(one.request)  # before the update, which lets others find what is computed
+                self.scheduler.abort(one.request)  # before the update, after which others could find its blocks
         tokens = [max(0, one.token) for one in made if one.request in sampled]
         full = {request for request, _, _ in self.scheduler.update(step, tokens)}
         for i, one in enumerate(made):

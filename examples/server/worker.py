@@ -64,7 +64,7 @@ class Job:
         self.num_cached, self.num_new = sampled.num_cached, self.num_new + 1
         try:
             return self.writer.push(sampled.token, sampled.reason)
-        except Exception as error:  # a tokenizer is a program of its own
+        except Exception as error:  # a tokenizer may raise anything
             return RuntimeError(f"the text cannot be decoded: {type(error).__name__}: {error}")
 
 
@@ -225,7 +225,7 @@ class Worker:
             self._post(self._deliver, [(job, failure)])
 
     def _abort(self, job: Job) -> None:
-        if self._jobs.pop(job.request, None):  # else it ended meanwhile, or never began
+        if self._jobs.pop(job.request, None):  # otherwise it has ended, or never began
             self.engine.abort(job.request)
 
     def _look(self, message: tuple[Callable[[Engine], Any], asyncio.Future[Any]]) -> None:

@@ -14,7 +14,7 @@ class Stops:
         if self.found:
             return ""
         num_held, self._held = len(self._held), self._held + text
-        # A stop that is complete in what is held was one that might not end the text.
+        # A stop within held text was not allowed to end the text.
         found = (self._held.find(stop, max(0, num_held - len(stop) + 1)) for stop in self._stops)
         if may_stop and (ends := [at for at in found if at >= 0]):
             out, self._held, self.found = self._held[: min(ends)], "", True

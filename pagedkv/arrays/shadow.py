@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]  # a view of an array on the host, or a Shadow
 
-_EXPORTED = "efBHIil"  # dtypes, by their characters, that are more than NumPy's own: it lends their memory as a buffer
+_EXPORTED = "efBHIil"  # the characters of common dtypes whose memory NumPy exports as a buffer
 # Bits of `flags.num`: contiguous, aligned and writable; and that of what broadcast_arrays returns, which says it is
 # writable though NumPy does not lend its memory.
 _LENT, _WARNS_ON_WRITE = 0x0501, 0x80000000

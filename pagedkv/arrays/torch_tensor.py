@@ -17,7 +17,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# Torch dtypes that NumPy does not know: an integer dtype of their size to go through, and what they are.
+# Torch dtypes that NumPy does not know: an integer dtype of their size to view them as, and their dtype here.
 _TORCH_ONLY = {
     "bfloat16": ("int16", _BFLOAT16),
     "float8_e4m3fn": ("uint8", np.dtype(ml_dtypes.float8_e4m3fn)),
@@ -36,7 +36,7 @@ def tensor(name: str, x: Any) -> HostTensor | CudaTensor:
         It is on a device that is neither the host nor a CUDA GPU.
     """
     torch = sys.modules["torch"]
-    if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided:  # most of them; names take a while
+    if type(x) is torch.Tensor and x.is_cpu and x.layout is torch.strided:  # the common case, without slow names
         return HostTensor(name, x)
     kind = x.device.type
     if kind == "meta":
@@ -136,7 +136,7 @@ def between_graphs(operation: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(operation)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal chosen
-        try:  # a graph break within it: torch skips this function, and does not count another one
+        try:  # the try statement lets torch skip this function after a graph break in it, without a second break
             # torch may be imported after pagedkv, and imports its compiler where something is compiled or disabled.
             if chosen is operation and "torch._dynamo" in sys.modules:
                 chosen = sys.modules["torch._dynamo"].disable(operation)

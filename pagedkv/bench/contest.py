@@ -172,7 +172,7 @@ def contest(
             call = make()
             if is_right(name, call):
                 calls[name] = call
-        except Exception as error:  # one contestant's failure must not stop the others
+        except Exception as error:  # a failure of one contestant must not stop the others
             result.notes[name] = reason(error)
     progress("timing")
     try:
@@ -185,7 +185,7 @@ def contest(
                 best, result.samples = largest, samples
         for name in [name for name, call in calls.items() if not is_right(name, call)]:
             del result.samples[name]
-    except Exception as error:  # a failed device stays failed: keep what was said before
+    except Exception as error:  # a failed device stays failed: keep the first error
         result.samples = {}
         result.notes |= dict.fromkeys(calls, reason(error))
     return result

@@ -167,7 +167,7 @@ def _life(
             part.append((operation, _time(partial(_decode_step, table, handles))))
             table.truncate(seqs, lengths)
         yield part
-        kinds = dict(reversed(kinds.items()))  # whoever goes first finds colder caches
+        kinds = dict(reversed(kinds.items()))  # the first one finds colder caches
     forks: list[int] = []
     yield [("fork", _time(lambda: forks.extend(table.fork(seqs))))]
     shorter = [length - DROPPED for length in lengths]

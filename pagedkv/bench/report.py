@@ -93,7 +93,7 @@ def as_tables(rows: list[Row]) -> str:
 def _format(columns: list[str], rows: list[Row]) -> list[str]:
     cells = [columns, *([_cell(row[name]) for name in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    if all(isinstance(row[columns[-1]], str) for row in rows):  # sentences, of which one may be longer than a terminal
+    if all(isinstance(row[columns[-1]], str) for row in rows):  # sentences may be longer than a line
         widths[-1] = 0
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
     return [line.rstrip() for line in lines]

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 WAKE_S = 0.1  # a signal that comes just before a wait does not end it
 
-_turn = RLock()  # one compilation at a time: the overrides of numba-cuda are not made for two
+_turn = RLock()  # one compilation at a time, since the overrides of numba-cuda are not thread-safe
 
 
 class MadeOnce(Generic[T]):
@@ -71,7 +71,7 @@ def on_compile_thread(work: Callable[[], T]) -> T:
     if _turn._is_owned():  # type: ignore[attr-defined]  # work that asks for other work
         return work()
     wanted = [work]
-    # No Future: its condition is made in Python, and an interrupt could leave that taken.
+    # Not a Future: an interrupt could leave its condition, written in Python, locked.
     answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     answer = None
     try:
@@ -119,7 +119,7 @@ def _working_directory() -> Iterator[None]:
 
 
 if hasattr(os, "register_at_fork"):
-    # A child has no other thread of its parent: what one of them was compiling would never be finished.
+    # A child has no other threads of its parent, so a compilation on one of them would never finish.
     os.register_at_fork(before=_turn.acquire, after_in_parent=_turn.release, after_in_child=_turn.release)
 
 

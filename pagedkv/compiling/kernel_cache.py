@@ -15,7 +15,7 @@ from .private_folder import RefusedError
 DIGEST_BYTES = 32
 MOST_FILES = 1000
 MOST_BYTES = 256 * 1024 * 1024
-MOST_FILE_BYTES = 16 * 1024 * 1024  # the largest kernels have some 250 KB: a longer file is none
+MOST_FILE_BYTES = 16 * 1024 * 1024  # the largest kernels have some 250 KB; longer files are damaged
 
 DAMAGED = "a compiled kernel in %s is not used, and compiled again: %s; if you do not know why, delete the folder"
 REFUSED = (
@@ -119,13 +119,13 @@ class Store:
         except RefusedError as refused:
             _warn_once(self.directory, DAMAGED if refused.path.parent == self.directory else REFUSED, refused)
         except OSError as error:
-            if make:  # nothing to load is no fault
+            if make:  # a missing file to load is no fault
                 _warn_once(self.directory, UNUSABLE, error.strerror)
         return None
 
     def _drop_oldest(self, newest: Path) -> None:
         files = []
-        for path in newest.parent.glob(f"*{self._suffix}"):  # one that a killed process has begun is among them
+        for path in newest.parent.glob(f"*{self._suffix}"):  # including files that a killed process has begun
             with suppress(OSError):  # another process may delete it first
                 facts = path.lstat()
                 files.append((path != newest, -facts.st_mtime_ns, facts.st_size, path))

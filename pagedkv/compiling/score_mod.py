@@ -47,7 +47,7 @@ def frozen(function: Callable[..., Any]) -> Callable[..., Any]:
 def _frozen_cell(cell: CellType) -> CellType:
     try:
         content = cell.cell_contents
-    except ValueError:  # a name that has no value yet, of which numba says more
+    except ValueError:  # a name without a value yet, for which numba has a better message
         return cell
     return CellType(content.copy() if isinstance(content, np.ndarray) else content)
 

@@ -11,7 +11,7 @@ from .pool_map import COLOURS
 from .svg import Svg, cell, svg, text
 
 ROW_BYTES, SECTOR_BYTES, WORD_BYTES, NUM_BANKS = 128, 32, 4, 32
-LEFT, WORD, HIGH, GAP = 84, 22, 22, 6  # sizes in pixels: what is left of a row, a word of 4 bytes, a row, between rows
+LEFT, WORD, HIGH, GAP = 84, 22, 22, 6  # pixels: left margin, width of a word, height of a row, gap
 WIDTH = LEFT + NUM_BANKS * WORD + 16
 MAX_ROWS = 32
 

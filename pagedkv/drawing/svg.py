@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-# The picture brings its own background: a page in dark may stand under a system in light.
+# The picture has its own background, since a page may be dark while the system is light.
 _STYLE = (
     "svg.lanes{color-scheme:light dark}svg.lanes .page{fill:#fff}svg.lanes text{fill:#1f2933}"
     "svg.lanes .pale{fill:#52606d}svg.lanes .grid{stroke:#cbd2d9}svg.lanes .moved{fill:#eef1f4}"

@@ -43,7 +43,7 @@ def find_driver() -> Driver | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if LIBRARY in str(error) and "no such file" in str(error).lower():  # and not another library that it needs
+        if LIBRARY in str(error) and "no such file" in str(error).lower():  # not of another library that it needs
             return None
         raise RuntimeError(f"{LIBRARY} cannot be loaded: {error}") from None
     version, count = ctypes.c_int(), ctypes.c_int()

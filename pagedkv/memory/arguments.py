@@ -50,7 +50,7 @@ def as_ints(name: str, values: Any, length: int | None = None, symbol: str = "n"
         The array is not one-dimensional, its length is not `length`, or a value does not fit in int64.
     """
     if type(values) is np.ndarray and values.ndim == 1 and values.dtype in _USUAL and length in (None, len(values)):
-        return values.astype(np.int64)  # most calls of a step: it needs no further check
+        return values.astype(np.int64)  # most calls of a step need no further check
     if not isinstance(values, (list, tuple, range, np.ndarray)):
         remedy = ": pass its tolist()" if hasattr(values, "tolist") else ""
         raise TypeError(f"{name} must be a list, a tuple or an array of ints, got {type(values).__name__}{remedy}")

@@ -101,14 +101,14 @@ def _guarded(method: Method[Self, P, R], changes: bool, nests: bool) -> Method[S
             middle = "mutation" if guard.changing else "call"
             raise RuntimeError(f"{method.__name__} called in the middle of another {middle} of the same pool")
         spare = (thread, thread, thread)
-        # Nothing interrupts a with statement between taking a lock and its body, nor on the way out.
+        # No interrupt comes between taking the lock of a with statement and its body, nor on the way out.
         with guard.lock:
             guard.holder, guard.changing = thread, changes
             try:
                 return method(self, *args, **kwargs)
             finally:
                 guard.holder, guard.changing = None, False
-                # To call __exit__, CPython needs a tuple of three: without memory it takes this one.
+                # CPython needs a tuple of three to call __exit__; without memory it reuses this one.
                 del spare
 
     return guarded

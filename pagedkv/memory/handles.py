@@ -40,7 +40,7 @@ class Handles:
         self._free = np.arange(max_rows)[::-1].copy()
         self._num_free = np.array([max_rows])
         self._tally = Tally(max_rows)
-        # A step names the same sequences in each of its calls: keep the last distinct ones, and their rows.
+        # All calls of a step name the same sequences: keep the last distinct ones and their rows.
         self._known: tuple[bytes, Int64Array] | None = None
 
     @property

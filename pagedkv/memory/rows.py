@@ -66,7 +66,7 @@ class SequenceRows:
         self.lens = np.zeros(max_seqs, np.int64)
         self.handles = Handles(max_seqs)
         self.chains: Chains | None = None
-        if prefix_cache is not None:  # or else these may be rows over the pool of a cache that has one
+        if prefix_cache is not None:  # otherwise another cache over the same pool may have set one
             pool._prefix_cache = prefix_cache
             self.chains = Chains(prefix_cache, pool, max_seqs)
         self._last_step: list[LastStep | None] = [None]
@@ -101,7 +101,7 @@ class SequenceRows:
     def last_step_of(self, rows: Int64Array) -> LastStep | None:
         """The record of the last step, if it was one of exactly these rows and nothing has changed since."""
         last_step = self._last_step[0]
-        # Handles returns the very same array of rows as long as callers name the same sequences.
+        # Handles returns the same array object as long as callers name the same sequences.
         if last_step is None or last_step.rows is not rows or last_step.change != self.pool._num_changes[0]:
             return None
         return last_step
@@ -217,13 +217,13 @@ class SequenceRows:
                 f"{self.max_len} for sequence {self.handles.of(rows)[i]}, got {1 if is_step else num_new[i]}"
             )
         num_columns = self.num_blocks(longest)
-        if num_columns > self.blocks.shape[1]:  # do not widen the table for blocks that the pool lacks
+        if num_columns > self.blocks.shape[1]:  # do not widen the table if the pool lacks blocks
             num_added = int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
             self.pool._require(num_added, self.pool.num_free)
         table, grown = self.with_columns(num_columns)
         first = lens // size
         if is_step:
-            # The general case with one token, and so one block to write, for each sequence.
+            # As the general case below, with one token, and so one block to write, for each sequence.
             entries, positions, entry_of_token = rows * table.shape[1] + first, lens, _IN_ORDER
         else:
             num_written = np.where(num_new > 0, self.num_blocks(ends) - first, 0)

@@ -130,7 +130,7 @@ class SequenceTable(Sequences):
             A sequence was freed, or never existed.
         """
         plan = self._rows.plan_append(seqs, n)
-        appended = Appended(plan.slots, plan.copies[:])  # a caller may resize its own
+        appended = Appended(plan.slots, plan.copies[:])  # a view, since a caller may resize its array
         self.pool._commit(plan.writes)
         return appended
 

@@ -21,7 +21,7 @@ from ..validation.tables import even_dim
 _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
 _SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
-# Prefill of so many tokens, in tables with room for so long a sequence, takes every kernel that other calls may take.
+# A prefill of this many tokens, in tables for this length, needs every kernel that other calls may need.
 _PREFILL_TOKENS, _PREFILL_LENGTH = 64, 4096
 
 

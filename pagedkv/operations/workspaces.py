@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..cuda.backend import GpuBackend
 
 _NEVER_READ = 256  # the address of arrays of which only shape, strides and dtype matter
-_MOST = 2**31 - 1  # what lengths, query_starts and the grids of launches have room for
+_MOST = 2**31 - 1  # the largest length, query start and launch grid
 
 
 def workspace_bytes() -> int:
@@ -115,7 +115,7 @@ def reserve_workspaces(
     for name, size in sizes.items():
         if size < (least := int(name != "num_tokens")):
             raise ValueError(f"{name} must be at least {least}, got {size}")
-        if size > _MOST and name != "max_seq_len":  # a bound is none from there on, as in the calls
+        if size > _MOST and name != "max_seq_len":  # a larger bound has no effect, as in the calls
             raise ValueError(f"{name} must be below 2**31, got {size}")
     options = {"layout": layout, "kv_dtype": kv_dtype, "window": window, "check": check}
     placement, caches = place("auto", [("k_cache", k_cache), ("v_cache", v_cache)])
@@ -168,8 +168,8 @@ def _largest_calls(
     if dtype is None and options["kv_dtype"] is not None:
         raise TypeError("dtype must be that of q for fp8 caches, got None")
     q_dtype = storage_dtype(kind if dtype is None else dtype, None)
-    bound = bucket(min(max_seq_len, _MOST))  # what a call with this bound is planned for, if its tables hold more
-    if placement.on_host:  # kernels of the CPU take more strides and addresses
+    bound = bucket(min(max_seq_len, _MOST))  # the length that calls with this bound are planned for
+    if placement.on_host:  # use shadows, since CPU kernels accept more strides and addresses
         require.memory({"k_cache": k_cache, "v_cache": v_cache}, placement)
         k_cache, v_cache = (_shadow("a cache", x.dtype, *x.shape) for x in caches)
     views: dict[str, Any] = {
@@ -181,7 +181,7 @@ def _largest_calls(
         "q": _shadow("q", q_dtype, num_tokens, num_heads, geometry.head_dim),
         "query_starts": _shadow("query_starts", np.int32, num_seqs + 1),
     }
-    where = placement._replace(backend="cuda")  # where nobody looks at values
+    where = placement._replace(backend="cuda")  # so that values are not validated
     kernel: Kernel = "v2" if layout == "vllm" else "auto"
     arguments: Callable[..., AttentionArguments] = partial(AttentionArguments, max_seq_len=bound, **options)
     yield placed_call(arguments(**views, kernel=kernel), where, dict(views))

@@ -88,7 +88,7 @@ class Admission:
                 )
                 raise
             running.start(request, seq, num_cached)
-            if request.num_cached is None:  # after a preemption it finds its own
+            if request.num_cached is None:  # after a preemption it would find its own tokens
                 request.num_cached = num_cached
             waiting.remove(request)
             num_tokens = len(request.tokens)

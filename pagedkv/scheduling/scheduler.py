@@ -307,7 +307,7 @@ class Scheduler:
             tokens_there = cache.asarray(ids)
             step = Step(numbers, tokens_there, slots, batch, logits_indices, sampled, lanes, counts, is_sampled)
         except BaseException:
-            cache.truncate(seqs, starts)  # a listener of the cache raises after append has changed it
+            cache.truncate(seqs, starts)  # a listener of the cache may raise after append has changed it
             raise
         self._num_steps += 1
         self._step = step
@@ -387,7 +387,7 @@ class Scheduler:
         """
         requests = {number: self._find(number) for number in tokens}
         for seq in {*self._running.seqs.tolist(), *self._leaving, self._admission.last_started}:
-            with suppress(KeyError):  # an earlier request of its lane, which has ended
+            with suppress(KeyError):  # the handle of an earlier request of the lane
                 self._cache.free(seq)
         self._requests, self._step, self._leaving = requests, None, []
         for number, request in requests.items():

@@ -41,7 +41,7 @@ class Waiting:
     def remove(self, request: Request) -> None:
         """Remove a request, because it starts or is aborted."""
         del self._requests[request.number]
-        # Only a request that was the first may be pushed again, and its entry is gone by then.
+        # Only a request that was the first is ever pushed again, and then its old entry is gone.
         while self._heap and self._heap[0][1] not in self._requests:
             heappop(self._heap)
         if len(self._heap) > 2 * len(self._requests):

@@ -71,7 +71,7 @@ def _others(spec: Spec) -> Iterator[tuple[str, Problem, Array]]:
     for block_size in (8, 64) if spec.layout == "vllm" else (1, 3, 64):
         if block_size != spec.block_size:
             yield "block_size", build(spec.replace(block_size=block_size)), rows
-    if spec.score_mod is None:  # a function of the sequence's number may tell batches apart
+    if spec.score_mod is None:  # a score_mod may depend on the sequence's number in the batch
         for order in (*((i,) for i in every), tuple(reversed(every))):
             batch = spec.replace(
                 ids=tuple(ids[i] for i in order),

@@ -14,7 +14,7 @@ from ..typing import KvDtype
 
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_BYTES = 2**63  # of K and V
-# What transformers calls the numbers of a model's shape in config.json.
+# The keys of a model's shape in config.json of transformers.
 CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 
 

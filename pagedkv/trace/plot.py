@@ -7,7 +7,7 @@ from typing import Any
 
 from .simulate import KINDS
 
-# As the bars of the vLLM paper's figure 2: what is used, then three kinds of waste. Distinct in grey, too.
+# In the order of figure 2 of the vLLM paper: used slots, then three kinds of waste. Distinct in grey, too.
 COLOURS = {"tokens": "#2f6f9f", "reserved": "#9fc6e0", "internal": "#e8a33d", "external": "#b5483a"}
 NAMES = {"tokens": "tokens", "reserved": "reserved", "internal": "internal frag.", "external": "external frag."}
 

@@ -222,7 +222,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     _require_no_overlap(written, read)
     require.strides("pairs", pairs)
     if not isinstance(pairs, Shadow):
-        pairs = pairs.copy()  # as Placement.private_copy, of a call that may have its caches on a device
+        pairs = pairs.copy()  # copied like Placement.private_copy, though the caches may be on a device
         values.pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
     return SwapCall(placement, copies, pairs, require.check(None))
 

@@ -82,7 +82,7 @@ def require_columns_once(cos: Array, sin: Array, rotary_dim: Any) -> None:
         ("equal halves", half, slice(half), slice(half, None), _FIRST_HALVES.format(half=half)),
         ("equal neighbours", 1, slice(0, None, 2), slice(1, None, 2), _EVERY_SECOND),
     ):
-        if sin[-1, 0] == sin[-1, other]:  # of most tables it is another angle
+        if sin[-1, 0] == sin[-1, other]:  # in most tables these angles differ
             rows = [min(1, len(cos) - 1), len(cos) // 2, -1]
             once, again = (np.stack([cos[rows, part], sin[rows, part]]) for part in (first, second))
             if np.array_equal(once, again) and (once[0] != 1).any():

@@ -25,7 +25,7 @@ from ..contest import Call, Refused
 from ..problem import DTYPES, FP8_DTYPES, BenchProblem
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
-VLLM_BLOCK_SIZE = 32  # what vLLM asks for on the CPU is a multiple of it
+VLLM_BLOCK_SIZE = 32  # vLLM's CPU backend requires a multiple of it
 
 
 class HostProblem(BenchProblem):

@@ -213,7 +213,7 @@ class CupyGpu:
         self._cupy.get_default_memory_pool().free_all_blocks()
 
 
-# What follows imports numba-cuda where there is a GPU: without it a bench still says what it needs.
+# The imports below need numba-cuda; without it a bench still names the missing packages.
 def num_sums(num_bytes: int) -> int:
     """How many words `read` writes."""
     from ...kernels.read import BLOCK_BYTES

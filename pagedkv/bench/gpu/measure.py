@@ -18,7 +18,7 @@ from .device import Gpu
 READ, COPY = "read", "copy"
 SAMPLE_SECONDS = 1e-3
 MOST_LAUNCHES = 50
-FEW_TOKENS = 16  # query tokens of a sequence up to which reading K and V is what takes long
+FEW_TOKENS = 16  # query tokens of a sequence up to which reading K and V takes most of the time
 # The peers' packages, for the versions in the header.
 PACKAGES = ("torch", "cupy", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "vllm", "numba-cuda")
 

@@ -310,4 +310,4 @@ def choose_transformers(model: PreTrainedModel) -> str:
 
 def _set_implementation(model: PreTrainedModel, name: str) -> None:
     for config in (model.config, text_config(model)):
-        config._attn_implementation = {"": name}  # those of images and sound keep theirs
+        config._attn_implementation = {"": name}  # the configurations of images and sound keep theirs

@@ -93,7 +93,7 @@ class PagedCache(Cache):
         where = {"dtype": dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
         self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
         self.seqs: list[int] = []
-        # Of a row, padding included, as transformers counts: models ask for it before their first layer.
+        # Lengths of a row with padding, as transformers counts them: models ask for it before their first layer.
         self._length = self._next_length = 0
         self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
         self._filled_by = weakref.ref(model)
@@ -160,7 +160,7 @@ class PagedCache(Cache):
         attention_mask : (num_rows, cached tokens + length) tensor or None
             0 for padding, which is on the left.
         """
-        new: Any = length  # an int of all rows: append knows a decode step by it
+        new: Any = length  # an int for all rows, by which append recognises a decode step
         is_token = None
         if num_rows == 0:
             raise ValueError("the batch must have at least one row, got none")

@@ -440,7 +440,7 @@ class Engine:
     def _update(self, step: Step, tokens: list[int], made: list[Sampled]) -> None:
         for number, _, reason, *_ in made:
             if reason == "error":
-                self.scheduler.abort(number)  # before the update, so that nobody finds its blocks
+                self.scheduler.abort(number)  # before the update, after which others could find its blocks
         finished = {number for number, _, _ in self.scheduler.update(step, tokens)}
         for number, _, reason, *_ in made:
             if reason == "stop" and number not in finished:

@@ -52,7 +52,7 @@ class Arrays:
                 f"array_module {name} cannot be imported ({error}): pip install {_EXTRAS[name]}", name=error.name
             ) from error
         self._is_torch = name == "torch"
-        # Later arrays go to the same device, whichever is current by then.
+        # Later arrays go to the same device, even if another one is current then.
         if self._is_torch:
             self._device: Any = self._module.empty(0, device=device).device
             self.on_device = bool(self._device.type != "cpu")
@@ -87,7 +87,7 @@ class Arrays:
                 "from the host: ask for them before the capture"
             )
         if self._on_cuda:
-            # torch's allocator gives this pinned memory to nobody else before the copy ends; CuPy does all of that.
+            # torch's allocator does not reuse this pinned memory before the copy ends; CuPy does all of this itself.
             return self._module.from_numpy(x).pin_memory().to(self._device, non_blocking=True)
         if self._is_torch:
             return self._module.asarray(x, device=self._device)

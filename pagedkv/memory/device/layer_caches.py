@@ -12,7 +12,7 @@ from ...typing import Layout
 from ..ids import Int64Array
 from .arrays import Arrays
 
-_AT_HAND = 2**17  # bytes: what malloc gives without asking the system
+_AT_HAND = 2**17  # bytes that malloc has without asking the system
 
 
 class LayerCaches:

@@ -19,10 +19,10 @@ from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
 from .index import NO_BLOCK, HashIndex
 
-MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block: NumPy takes its ids as one element
+MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block, whose ids NumPy views as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
 _FEW = 16
-_FASTER = 16  # a search multiplies its next blocks by this as long as it finds all of them
+_FASTER = 16  # a search grows its next batch by this factor as long as it finds all blocks
 
 
 class Stored(NamedTuple):
@@ -95,10 +95,10 @@ class PrefixCache:
         self.eviction = eviction(num_blocks)
         self.tokens = np.zeros(num_blocks * block_size, np.int32)
         self._contents = self.tokens.view(f"V{block_size * self.tokens.itemsize}")
-        # Of prompts, and of requests that start again after a preemption.
+        # Two counts each: for prompts, and for requests that start again after a preemption.
         self.num_queried, self.num_hit = np.zeros((2, 2), np.int64)
         self._index = HashIndex(num_blocks)
-        # Stored contents have numbers from 1 on, and blocks that cannot be found have 0. The parent of a first block is
+        # Stored contents are numbered from 1; blocks that cannot be found have 0. The parent of a first block is
         # a negative number made of its root digest.
         self._serials, self._parents = np.zeros(num_blocks, np.int64), np.zeros(num_blocks, np.int64)
         self._last_serial = np.array([0])
@@ -241,7 +241,7 @@ class PrefixCache:
             parents[firsts], blocks_above[firsts] = parents_above, above
         keys, to_store, kept, forgotten, stored = pack(digests), blocks, blocks, NO_BLOCKS, None
         found, places = self._index.find(keys)
-        are_distinct = self._index.are_distinct(places)  # then the digests differ, too
+        are_distinct = self._index.are_distinct(places)  # implies that the digests differ, too
         if found[found.argmax()] != NO_BLOCK or not (are_distinct or len({*digests}) == len(digests)):
             firsts = _firsts(blocks, counts).tolist()
             of_first = dict(zip(firsts, zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
@@ -254,7 +254,7 @@ class PrefixCache:
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored
             events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above)
-        if not are_distinct:  # only now: forks that share a block may outnumber the slots, but have one digest
+        if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
 

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 NUM_BYTES = 16
-DIGEST = np.dtype(f"V{NUM_BYTES}")  # NumPy copies it in one piece
+DIGEST = np.dtype(f"V{NUM_BYTES}")  # an opaque type, which NumPy copies in one piece
 Digests = npt.NDArray[np.void]
 """(n,) DIGEST"""
 Hash = Callable[[bytes], bytes]
 """Bytes to a digest of NUM_BYTES."""
 NO_SALT = bytes(NUM_BYTES)
-_empty = blake2b(digest_size=NUM_BYTES).copy  # copying it takes less time than naming the size again
+_empty = blake2b(digest_size=NUM_BYTES).copy  # copying a state is faster than making one
 
 
 def blake2b_128(data: bytes) -> bytes:

@@ -121,7 +121,7 @@ class HashIndex:
         if not len(put):
             return writes
         writes.append((self._digests, put, digests))
-        # A digest that is there already takes the slot of the block that makes room for it.
+        # An existing digest keeps its slot; its old block is among `removed`.
         num_empty = np.count_nonzero(self._slots.take(places) == NO_BLOCK) if len(removed) else len(put)
         num_filled = int(self._num_filled[0]) + int(num_empty)
         if num_filled <= len(self._slots) // _FULL:

@@ -37,7 +37,7 @@ def draw_case(backend: str, seed: int, number: int) -> FuzzCase:
         kv_dtype = rng.choice(KV_DTYPES)
         return FuzzCase(operation, write_specs(layouts, (kv_dtype,), _strides(backend, kv_dtype)), {})
     limits = _cpu_limits(rng, layouts) if backend == "cpu" else _device_limits(rng, layouts, operation)
-    if backend == "emulator":  # a key of a head takes milliseconds: few heads, of wide ones few keys
+    if backend == "emulator":  # a key takes milliseconds per head: draw few heads, and few keys for wide ones
         [group_size] = limits.group_sizes
         nums_kv_heads = tuple(n for n in limits.nums_kv_heads if n * group_size <= 12) or (1,)
         limits = replace(limits, nums_kv_heads=nums_kv_heads, elements=2**16)
@@ -56,7 +56,7 @@ def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
         kv_dtypes=(kv_dtype,),
         head_dims=head_dims,
         score_mods=(score_mod,),
-        longest=130 if score_mod and longest < 1100 else longest,  # which calls a score_mod for each score
+        longest=130 if score_mod and longest < 1100 else longest,  # the reference calls a score_mod for each score
         elements=2**20,  # for the reference, too
     )
 

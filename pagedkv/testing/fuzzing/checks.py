@@ -39,7 +39,7 @@ def check(spec: Spec | WriteSpec | MergeSpec, **changes: Any) -> None:
         problem = build(spec)
         result = run(problem, **changes)
         assert_close(problem, *result)
-        if spec.fingerprint:  # values say where they lie
+        if spec.fingerprint:  # fingerprints change with the placement
             return
         moved = spec.replace(placement_seed=spec.placement_seed + 1, poison="huge" if spec.poison == "nan" else "nan")
         again = run(build(moved, like=problem), **changes)

@@ -143,7 +143,7 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     if found.failure is None:
         return Turn(case.operation, found.num_examples)
     spec, error = found.failure
-    if isinstance(error, BackendUnavailableError):  # every problem fails so on this machine
+    if isinstance(error, BackendUnavailableError):  # on this machine every problem fails like this
         raise error
     said = f"{type(error).__name__}: {error}\n{spec.explained() if isinstance(spec, Spec) else spec}"
     moved = error.spec if isinstance(error, Moved) else None
@@ -170,7 +170,7 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Tur
             number += 1
         return
     before = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # of the processes, which are started with it
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # inherited by the processes
     others = {*active_children()}
     executor = ProcessPoolExecutor(processes, get_context("spawn"), _prepare)
     running: dict[Future[Turn], int] = {}
@@ -190,7 +190,7 @@ def _turns(backend: str, seed: int, processes: int, end: float) -> Generator[Tur
             f"{backend} --seed {seed} --processes 1"
         ) from None
     finally:
-        for process in {*active_children()} - others if running else ():  # they would end their turns first
+        for process in {*active_children()} - others if running else ():  # or they would finish their turns
             process.terminate()
         executor.shutdown(cancel_futures=True)
         if before is None:

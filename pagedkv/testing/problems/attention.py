@@ -167,7 +167,7 @@ class Problem:
     query_starts: np.ndarray | None
     options: dict[str, Any]
     out: np.ndarray
-    out_buffer: np.ndarray  # the whole of which `out` is a view
+    out_buffer: np.ndarray  # `out` is a view of this
     contents: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k and v of each sequence
 
     @property
@@ -336,7 +336,7 @@ def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.nd
     if spec.strides == "halves":
         combined = np.empty((len(k), 2, k[:1].size), spec.storage)
         k_cache, v_cache = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
-    else:  # K and V with paddings of their own on every axis
+    else:  # K and V with different paddings on every axis
         k_cache = _poisoned((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)
         v_cache = _poisoned((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), spec)
         k_cache = k_cache[tuple(slice(1, None) for _ in k.shape[:-1])][..., : k.shape[-1]]

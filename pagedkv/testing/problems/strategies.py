@@ -74,7 +74,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     """Draw any combination of shapes, dtypes and options that the limits allow, small enough for the reference."""
     layout = draw(_one_of(*limits.layouts))
     kv_dtype = draw(_one_of(*limits.kv_dtypes))
-    score_mod = draw(st.sampled_from(limits.score_mods))  # not kept: they are the caller's
+    score_mod = draw(st.sampled_from(limits.score_mods))  # not cached, since these functions belong to the caller
     is_fp8 = kv_dtype.startswith("fp8")
     block_size = draw(_one_of(*(limits.block_sizes or BLOCK_SIZES[layout])))
     head_dim = draw(_one_of(*limits.head_dims))
