@@ -1,4 +1,4 @@
-"""A call of every operation of the CPU backend, in the dtypes that it computes in, and the arrays that it writes."""
+"""A call of every operation of the CPU backend, in each dtype that it computes differently, on values of the test's."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,10 +9,12 @@ import numpy as np
 import pagedkv
 
 BF16 = ml_dtypes.bfloat16
-OUT = 7  # what outputs hold before
+OUT = 7  # what the arrays that are written hold before the call
 
 
 class Operation(NamedTuple):
+    """A call, made without arguments, and the arrays that it writes."""
+
     call: Callable[[], Any]
     written: list[np.ndarray]
 
