@@ -90,7 +90,8 @@ def second(is_dry: bool) -> list[Step]:
     commands = Commands(is_dry)
     instructions = "tests/kernels/device", "tests/emulator"
     others = (
-        *("tests/kernels", "--ignore=tests/kernels/device", "--ignore=tests/kernels/same", "tests/bench/gpu"),
+        *("tests/attention", "tests/kernels", "tests/bench/gpu"),
+        *("--ignore=tests/kernels/device", "--ignore=tests/kernels/same"),
         *("tests/project/test_snippets.py", "tests/examples/test_generate_on_a_gpu.py"),
         *(f"tests/integrations/transformers/test_{name}.py" for name in ("families", "engine")),
     )

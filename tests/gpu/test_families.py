@@ -11,7 +11,7 @@ import pytest
 
 import pagedkv
 
-from ..kernels.decode_cases import assert_same_bits
+from ..attention.kernels import assert_same_bits
 from ..support.frameworks import FRAMES, capture, sent
 from ..support.problems import Spec, assert_close, build
 from ..support.strategies import long

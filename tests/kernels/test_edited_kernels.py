@@ -12,10 +12,10 @@ from pagedkv import kernels
 from pagedkv.cuda.plans import attention as launching
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
 
-from ..support.problems import assert_close, build
-from .decode_cases import V1, checked_call, decode
+from ..attention.kernels import V1
+from ..support.problems import assert_close
 
-SPEC = V1.spec(seq_lens=(37, 5))
+LENGTHS = (37, 5)
 
 
 class Edit(NamedTuple):
@@ -79,10 +79,10 @@ def edited(edit, directory):
 def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    problem, own = build(SPEC), launching.make_v1
+    problem, own = V1.build(seq_lens=LENGTHS), launching.make_v1
     monkeypatch.setattr(launching, "make_v1", edited(edit, tmp_path))
     with pytest.raises(edit.fault, match=edit.message) as caught:
-        decode(problem, V1, device=EmulatorDevice(global_race=True))
+        V1.attend(problem, device=EmulatorDevice(global_race=True))
     monkeypatch.setattr(launching, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
@@ -93,16 +93,16 @@ def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     assert "def paged_attention(" in Path((fault.source, *fault.callers)[-1].file).read_text()
     # Nothing has come back from the copies that the kernel worked on, and nothing stays behind.
     assert np.isnan(problem.out).all()
-    assert_close(problem, *decode(problem, V1))
+    assert_close(problem, *V1.attend(problem))
 
 
 @pytest.mark.parametrize("bad", [7, 10**6, 2**31 - 1])
 def test_a_block_id_that_is_not_there_is_out_of_the_bounds_of_its_cache(bad):
-    problem = build(SPEC)
+    problem = V1.build(seq_lens=LENGTHS)
     assert len(problem.k_cache) < 8
     tables = problem.block_tables.copy()
     tables[1, 0] = bad
-    call = checked_call(problem, "v1")._replace(block_tables=tables)  # as on a device, where nobody looks at the values
+    call = V1.call(problem)._replace(block_tables=tables)  # as on a device, where nobody looks at the values
     with pytest.raises(MemoryFault, match="out of bounds global load") as caught, EmulatorDevice() as device:
         launching.decode_attention(device, call, problem.out, None)
     fault = caught.value
@@ -111,4 +111,4 @@ def test_a_block_id_that_is_not_there_is_out_of_the_bounds_of_its_cache(bad):
     assert fault.source.text.startswith("k_vecs[4 * j]")
     if bad < 10:
         assert "k_cache" in fault.place
-    assert_close(problem, *decode(problem, V1))
+    assert_close(problem, *V1.attend(problem))

@@ -5,18 +5,18 @@ import pytest
 
 from pagedkv.cuda.plans import blocks
 
+from ..attention.kernels import V1
 from ..support.devices import CopyingDevice, OneMemory
-from ..support.problems import assert_close, build
+from ..support.problems import assert_close
 from .block_cases import copying
-from .decode_cases import V1, decode
 
-STRIDED = V1._replace(strides="strided")
+STRIDED = V1.replace("strided", strides="strided")
 
 
 def test_what_a_kernel_writes_comes_back():
-    problem = build(STRIDED.spec(seq_lens=(37, 0, 5)))
+    problem = STRIDED.build(seq_lens=(37, 0, 5))
     with OneMemory() as inner:
-        assert_close(problem, *decode(problem, STRIDED, device=CopyingDevice(inner)))
+        assert_close(problem, *STRIDED.attend(problem, device=CopyingDevice(inner)))
         assert len(inner.launches) == 1
 
 

@@ -2,12 +2,13 @@
 
 from .mutant import Mutant
 
-DECODE = "tests/cpu/attention/test_decode.py::"
-PREFILL = "tests/cpu/attention/test_prefill.py::"
-DECODE_ORACLE = DECODE + "test_oracle[float32-64]"
-FP8_ORACLE = DECODE + "test_oracle[fp8_e4m3-32]"
-EMPTY = DECODE + "test_empty_sequences_between_others[NHD-float32]"
-PREFILL_ORACLE = PREFILL + "test_oracle[float32-64]"
+ATTENTION = "tests/attention/"
+ORACLE = ATTENTION + "test_oracle.py::test_drawn_problems_meet_the_error_bound"
+DECODE_ORACLE, PREFILL_ORACLE = ORACLE + "[cpu-decode-float32-64]", ORACLE + "[cpu-prefill-float32-64]"
+FP8_ORACLE = ORACLE + "[cpu-decode-fp8_e4m3-32]"
+DECODE, PREFILL = "[cpu-decode-NHD-float32-D64]", "[cpu-prefill-NHD-float32-D64]"
+EMPTY = ATTENTION + "test_lengths.py::test_empty_sequences_stand_between_others"
+ALONE = "tests/cpu/attention/test_attention.py::"
 STEPS = "tests/cpu/attention/steps/test_attention.py"
 
 MUTANTS = [
@@ -27,19 +28,19 @@ MUTANTS = [
         "decode: rows without keys keep what was in `out`",
         "result[self.empty], lse[self.empty] = 0, -np.inf",
         "lse[self.empty] = -np.inf",
-        EMPTY,
+        EMPTY + DECODE,
     ),
     Mutant(
         "decode: the LSE of a row without keys is 0",
         "result[self.empty], lse[self.empty] = 0, -np.inf",
         "result[self.empty], lse[self.empty] = 0, 0",
-        EMPTY,
+        EMPTY + DECODE,
     ),
     Mutant(
         "decode: splits are merged from the last to the first",
         "for s in range(splits.first[seq], splits.first[seq + 1]):",
         "for s in range(splits.first[seq + 1] - 1, splits.first[seq] - 1, -1):",
-        "tests/cpu/attention/test_same_bits.py::test_a_verification_of_drafts_behind_a_long_context",
+        "tests/cpu/attention/test_invariance.py::test_a_verification_of_drafts_behind_a_long_context",
     ),
     Mutant(
         "decode: the last token is left out",
@@ -63,7 +64,7 @@ MUTANTS = [
         "the window is one key too wide",
         "position - options.window + 1)",
         "position - options.window)",
-        DECODE + "test_windows_begin_at_their_first_key[64-NHD-float32]",
+        ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + DECODE,
     ),
     Mutant(
         "causal attention sees one later key",
@@ -123,7 +124,7 @@ MUTANTS = [
         "an NHD cache is read with the strides of HND",
         'if layout == "NHD":\n        return Strides(',
         'if layout == "":\n        return Strides(',
-        DECODE + "test_group_sizes[1-NHD-float32]",
+        ALONE + "test_group_sizes" + DECODE,
     ),
     Mutant(
         "prefill: queries are one position too early",
@@ -135,7 +136,7 @@ MUTANTS = [
         "prefill: the last token of a chunk is left out",
         "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token)",
         "num_tokens = min(tokens_per_item, query_starts[seq + 1] - first_token - 1)",
-        PREFILL + "test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing[NHD-float32_0]",
+        ALONE + "test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing" + PREFILL,
     ),
     Mutant(
         "prefill: the last visible tile is left out",
@@ -147,13 +148,13 @@ MUTANTS = [
         "prefill: rows past the last query are written",
         "bits(rows), ..., bits(result)",
         "bits(out), ..., np.resize(bits(result), out.shape)",
-        PREFILL + "test_rows_past_the_last_query_are_not_written[NHD-float32_0]",
+        EMPTY + PREFILL,
     ),
     Mutant(
         "decode: all heads read the first KV head",
         "builder.add(given.offset, builder.mul(head, given.head_stride))",
         "given.offset",
-        DECODE + "test_a_needle_brings_exactly_its_own_value[1101-NHD-float32]",
+        ATTENTION + "test_needles.py::test_a_needle_brings_exactly_its_own_value" + DECODE,
     ),
     Mutant(
         "each row sees one token too few",

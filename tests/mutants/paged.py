@@ -2,10 +2,10 @@
 
 from .mutant import Mutant
 
-V1_V2 = "tests/kernels/paged/test_v1_v2.py::"
-V1_V2_OPTIONS = "tests/kernels/paged/test_v1_v2_options.py::"
-LENGTHS = V1_V2 + "test_lengths_at_the_boundaries[emulator-v1-D64-P16-float32-float32]"
-V2_LENGTHS = V1_V2 + "test_lengths_at_the_boundaries[emulator-v2-D64-P8-float16-float16]"
+ATTENTION = "tests/attention/"
+V1 = "[emulator-v1-D64-P16-float32-float32]"
+LENGTHS = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries" + V1
+V2_LENGTHS = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries[emulator-v2-D64-P8-float16-float16]"
 
 MUTANTS = [
     Mutant(
@@ -24,7 +24,7 @@ MUTANTS = [
         "v1: offsets of K have 32 bits",
         "k = address(k_cache) + physical_block_number * k_block_stride",
         "k = address(k_cache) + int64(int32(physical_block_number * k_block_stride))",
-        "tests/kernels/test_decode.py::test_caches_of_more_than_4_gib[v1]",
+        ATTENTION + "test_strides.py::test_caches_of_more_than_4_gib[v1-D64-P16-float32-float32]",
     ),
     Mutant(
         "v2: a partition ends one token early",
@@ -36,7 +36,7 @@ MUTANTS = [
         "v1: the window is one key too wide",
         "max(seq_len - window, 0), seq_len",
         "max(seq_len - window - 1, 0), seq_len",
-        V1_V2_OPTIONS + "test_windows_over_the_edges_of_chunks_and_partitions[emulator-v1]",
+        ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + V1,
     ),
     Mutant(
         "v1: no barrier between warps in the block's maximum and sum",
@@ -54,7 +54,7 @@ MUTANTS = [
         "v1: the sink is left out",
         "block_sum(red_smem, exp_sum) + exp_minus(sink, qk_max)",
         "block_sum(red_smem, exp_sum)",
-        V1_V2_OPTIONS + "test_each_option_alone_and_all_of_them[emulator-v1]",
+        ATTENTION + "test_options.py::test_each_option_alone_and_all_of_them" + V1,
     ),
     Mutant(
         "v1: no barrier before the sums of other warps are overwritten",

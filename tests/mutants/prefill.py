@@ -2,31 +2,29 @@
 
 from .mutant import Mutant
 
-PREFILL = "tests/kernels/prefill/test_prefill.py::"
-SPLIT = "tests/kernels/prefill/test_split.py::"
-FORM = PREFILL + "test_every_form_meets_the_error_bound[emulator-tensor cores]"
-PIVOTS = "tests/kernels/prefill/test_invariance.py::test_pivots_that_move_leave_other_rows_alone[emulator-tensor cores]"
-SPLIT_FORM = SPLIT + "test_every_form_meets_the_error_bound[emulator-tensor cores]"
-SPLIT_NEEDLE = SPLIT + "test_a_needle_is_found_at_the_ends_of_tiles_parts_and_splits[emulator-tensor cores]"
+USUAL, FEW_ROWS = "[emulator-prefill-tensor cores]", "[emulator-prefill-few rows, tensor cores]"
+DRAWN = "tests/attention/test_oracle.py::test_drawn_problems_meet_the_error_bound"
+PIVOTS = "tests/attention/test_same_bits.py::test_a_row_has_the_same_bits_in_any_chunk" + USUAL
+SPLIT_NEEDLE = "tests/attention/test_needles.py::test_a_needle_brings_exactly_its_own_value" + FEW_ROWS
 
 MUTANTS = [
     Mutant(
         "prefill: no barrier before a tile is used",
         "            wait_all()\n            cuda.syncthreads()\n            is_followed",
         "            wait_all()\n            is_followed",
-        FORM,
+        DRAWN + USUAL,
     ),
     Mutant(
         "prefill: nobody waits for the copies of a tile",
         "            wait_all()\n            cuda.syncthreads()\n            is_followed",
         "            cuda.syncthreads()\n            is_followed",
-        FORM,
+        DRAWN + USUAL,
     ),
     Mutant(
         "prefill: no barrier after fp8 rows are converted",
         "lane, warp)\n                cuda.syncthreads()\n            elif",
         "lane, warp)\n            elif",
-        PREFILL + "test_every_form_meets_the_error_bound[emulator-fp8]",
+        DRAWN + "[emulator-prefill-fp8]",
     ),
     Mutant(
         "prefill: the pivot of a row moves with its neighbour's",
@@ -44,13 +42,14 @@ MUTANTS = [
         "prefill: lengths out of range are not checked",
         "is_valid = length <= uint32(max_seq_len) and query_len <= length",
         "is_valid = True",
-        "tests/kernels/prefill/test_tables.py::test_a_length_that_is_not_looked_at_harms_nobody[emulator-tensor cores]",
+        "tests/attention/test_wrong_entries.py::"
+        "test_a_wrong_length_that_nobody_checks_counts_as_0_and_harms_no_later_call" + USUAL,
     ),
     Mutant(
         "prefill split: K is used before other lanes have copied it",
         "            sync_lanes(warp)\n            multiply_keys",
         "            multiply_keys",
-        SPLIT_FORM,
+        DRAWN + FEW_ROWS,
     ),
     Mutant(
         "prefill split: the second piece of a tile is the first one again",
@@ -68,6 +67,6 @@ MUTANTS = [
         "wgmma: copies are not fenced before the products",
         "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",
         "        wait_all()\n        cuda.syncthreads()\n",
-        "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-64 dims]",
+        "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-wgmma-64 dims]",
     ),
 ]

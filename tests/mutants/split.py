@@ -3,10 +3,12 @@
 from .mutant import Mutant
 
 SPLIT = "tests/kernels/split/test_split.py::"
-NEEDLE = SPLIT + "test_a_needle_is_found_at_every_position_of_a_step[emulator-split-D64-G4-P16-float16-float16]"
-LENGTHS = SPLIT + "test_lengths_at_the_boundaries[emulator-tensor cores]"
-CUDA_CORES = SPLIT + "test_lengths_at_the_boundaries[emulator-CUDA cores]"
-COUNTERS = SPLIT + "test_counters_are_ready_for_the_next_launch[emulator-tensor cores]"
+ATTENTION = "tests/attention/"
+USUAL = "[emulator-split-D64-G4-P16-float16-float16]"
+NEEDLE = ATTENTION + "test_needles.py::test_a_needle_brings_exactly_its_own_value" + USUAL
+LENGTHS = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries" + USUAL
+CUDA_CORES = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries[emulator-split-D64-G3-P16-float32-float32]"
+COUNTERS = SPLIT + "test_counters_are_ready_for_the_next_launch" + USUAL
 STAGES = (
     "tests/kernels/split/test_many.py::test_the_last_stage_may_have_any_number_of_tokens"
     "[emulator-split-D64-G17-P16-float16-float16]"
@@ -36,7 +38,7 @@ MUTANTS = [
         "            sums[h] = float32(sums[h] * factor)\n",
         "",
         SPLIT + "test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone"
-        "[emulator-split-D64-G8-P16-float16-fp8_e4m3]",
+        "[emulator-split-D64-G8-P16-float16-fp8_e4m3-modified]",
     ),
     Mutant(
         "split: tokens past the end are not masked",
@@ -72,13 +74,14 @@ MUTANTS = [
         "split: the window is one key too wide",
         "visible = min(length, uint32(window))",
         "visible = min(length, uint32(uint32(window) + uint32(1)))",
-        SPLIT + "test_windows_over_the_edges_of_splits[emulator-tensor cores]",
+        ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + USUAL,
     ),
     Mutant(
         "split: tiles of heads overlap",
         "kv_head * GROUP_SIZE + tile * NUM_HEADS",
         "kv_head * GROUP_SIZE + tile * (NUM_HEADS - 1)",
-        SPLIT + "test_every_variant_meets_the_error_bound[emulator-split-D64-G71-P1-float16-fp8_e4m3-modified]",
+        ATTENTION + "test_oracle.py::test_drawn_problems_meet_the_error_bound"
+        "[emulator-split-D64-G71-P1-float16-fp8_e4m3-modified]",
     ),
     Mutant(
         "split: no fence before a thread block counts itself done",
@@ -96,8 +99,9 @@ MUTANTS = [
         "split: the counter ends at a number that depends on the length",
         "uint32(most_splits - 1)\n",
         "uint32(num_splits - 1)\n",
-        "tests/kernels/test_decode.py::test_a_bad_length_that_is_not_looked_at_harms_no_later_call"
-        "[emulator-tensor cores]",
+        ATTENTION
+        + "test_wrong_entries.py::test_a_wrong_length_that_nobody_checks_counts_as_0_and_harms_no_later_call"
+        + USUAL,
     ),
     Mutant(
         "split: the last partial result is left out of the merge",

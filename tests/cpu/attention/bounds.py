@@ -10,8 +10,8 @@ import numpy as np
 
 import pagedkv
 
+from ...attention.kernels import CPU_DECODE
 from ...support.problems import FLOATS
-from .test_decode import SOME
 
 
 def guarded(array, at_end):
@@ -54,7 +54,7 @@ def attend(spec, block_size, length, at_end):
 
 def main():
     calls = 0
-    for spec in SOME:
+    for spec in (kernel.spec for kernel in CPU_DECODE):
         for block_size, length in ((8, 8), (8, 72), *([] if spec.layout == "vllm" else [(1, 73), (3, 513)])):
             for at_end in (True, False):
                 calls += attend(spec, block_size, length, at_end)

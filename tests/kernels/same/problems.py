@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from ...attention.drawn import nothing_for_head_1, on_devices
+from ...attention.kernels import Kernel
 from ...support.problems import Spec
 from ...support.strategies import fade, own_parity
-from ..paged import variants as paged
-from ..prefill import variants as prefill
-from ..split import variants as split
 
 FILE = Path(__file__).with_name("problems.json")
 NUM_EACH = 3
 APART = 10  # examples: Hypothesis draws some that are nearly the one before
-SCORE_MODS = {function.__name__: function for function in (fade, own_parity, paged.nothing_for_head_1)}
+SCORE_MODS = {function.__name__: function for function in (fade, own_parity, nothing_for_head_1)}
 BAD_LENGTHS = (-1, 10**6, 2**31 - 1, -(2**31))
 BAD_IDS = (-1, 10**6, 2**31 - 1)
 
@@ -53,19 +51,14 @@ class Drawn(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kernel}-{self.name}".replace(" ", "_")
 
+    def solver(self) -> Kernel:
+        """The kernel that is compiled for it."""
+        return Kernel(self.kernel, self.name, self.spec)
 
-def sources() -> Iterator[tuple[str, str, st.SearchStrategy[Spec]]]:
-    """(kernel, name, what draws its problems) of all that the tests compile, for the compute capability at hand."""
-    for module in (split, paged):
-        variants = [variant._replace(capability=(9, 0)) for variant in (*module.VARIANTS, *module.MORE_VARIANTS)]
-        for variant in dict.fromkeys(variants):
-            yield variant.kernel, str(variant).split("-", 1)[1], module.specs(variant)
-    for name, form in {**prefill.FORMS, **prefill.MORE_FORMS}.items():
-        yield "prefill", name, prefill.specs(form)
-    for name, form in prefill.SPLIT_FORMS.items():
-        yield "prefill", f"few rows, {name}", prefill.specs_of_few_rows(form)
-    for name, form in prefill.WGMMA_FORMS.items():
-        yield "wgmma", name, prefill.specs_on_warpgroups(form)
+
+def sources() -> dict[Kernel, st.SearchStrategy[Spec]]:
+    """What draws the problems of each kernel, for the compute capability at hand."""
+    return {dataclasses.replace(source.kernel, capability=(9, 0)): source.specs for source in on_devices()}
 
 
 @st.composite
@@ -79,8 +72,8 @@ def wrongs(draw: st.DrawFn, spec: Spec) -> Wrong:
     return Wrong("block_tables", sequence, draw(st.integers(0, num_blocks - 1)), draw(st.sampled_from(BAD_IDS)))
 
 
-def draw(kernel: str, name: str, specs: st.SearchStrategy[Spec], number: int) -> list[Drawn]:
-    """NUM_EACH problems of a source; the same ones for a number."""
+def draw(kernel: Kernel, specs: st.SearchStrategy[Spec], number: int) -> list[Drawn]:
+    """NUM_EACH problems of a kernel; the same ones for a number."""
     right, wrong = [], []
 
     @seed(number)
@@ -96,7 +89,7 @@ def draw(kernel: str, name: str, specs: st.SearchStrategy[Spec], number: int) ->
 
     collect()
     chosen = [*right[:: -len(right) // (NUM_EACH - 1)][: NUM_EACH - 1], wrong[-1]]
-    return [Drawn(kernel, f"{name}-{i}", *one) for i, one in enumerate(chosen)]
+    return [Drawn(kernel.kernel, f"{kernel.name}-{i}", *one) for i, one in enumerate(chosen)]
 
 
 def read() -> list[Drawn]:
@@ -121,8 +114,8 @@ def _fields(spec: Spec) -> dict[str, Any]:
 def main() -> None:
     lines = [
         json.dumps({**drawn._asdict(), "spec": _fields(drawn.spec)})
-        for number, source in enumerate(sources())
-        for drawn in draw(*source, number)
+        for number, (kernel, specs) in enumerate(sources().items())
+        for drawn in draw(kernel, specs, number)
     ]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

@@ -1,18 +1,18 @@
 """The problems of problems.json on a GPU and in the emulator; without a GPU, in two emulators."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pagedkv.cuda import driver
 from pagedkv.cuda.bad_entries import raise_if_failed
-from pagedkv.cuda.plans import attention
-from pagedkv.cuda.plans import prefill as planning
 
+from ...attention.kernels import assert_same_bits, new_results
 from ...support.devices import CopyingDevice, OneMemory, emulator
 from ...support.problems import assert_close, build
 from ...support.strategies import long
-from ..decode_cases import assert_same_bits, checked_call
 from .problems import NUM_EACH, read, sources
 
 PROBLEMS = {str(drawn): drawn for drawn in read()}
@@ -43,17 +43,16 @@ def other_emulator():
 def solve(drawn, device, repeats=1):
     """[(out, lse)] of each of the calls, and the error that `check` makes of their first wrong entry."""
     problem = build(drawn.spec)
-    is_prefill = drawn.spec.query_lens is not None
-    call = checked_call(problem, "auto" if is_prefill else drawn.kernel, check=drawn.wrong is not None)
+    kernel = replace(drawn.solver(), capability=device.capability)
+    call = kernel.call(problem, check=drawn.wrong is not None)
     if drawn.wrong:
         array, *where, value = drawn.wrong
         getattr(call, array)[tuple(where) if array == "block_tables" else where[0]] = value
-    attend = planning.prefill_attention if is_prefill else attention.decode_attention
-    results = [(np.zeros_like(problem.q), np.zeros(problem.q.shape[:2], np.float32)) for _ in range(repeats)]
+    results = [new_results(problem) for _ in range(repeats)]
     error = None
     with device:
         for out, lse in results:
-            attend(device, call, out, lse)
+            kernel.launch(device, call, out, lse)
         try:
             raise_if_failed([device])
         except (IndexError, ValueError) as raised:
@@ -78,10 +77,9 @@ def assert_within_rounding(result, expected):
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )
-def test_a_gpu_and_the_emulator_agree(name, open_other, monkeypatch):
+def test_a_gpu_and_the_emulator_agree(name, open_other):
     """On values within rounding, on what is wrong; and a GPU with itself, bit by bit."""
     drawn = PROBLEMS[name]
-    monkeypatch.setenv("PAGEDKV_WGMMA", "1" if drawn.kernel == "wgmma" else "")
     device, capability, repeats = open_other()
     results, error = solve(drawn, device, repeats)
     own = emulator(global_race=True)
@@ -98,5 +96,5 @@ def test_a_gpu_and_the_emulator_agree(name, open_other, monkeypatch):
 def test_every_variant_and_form_has_problems():
     """Otherwise: python -m tests.kernels.same.problems"""
     names = [drawn.name.rpartition("-")[0] for drawn in PROBLEMS.values()]
-    assert names == [name for _, name, _ in sources() for _ in range(NUM_EACH)]
+    assert names == [kernel.name for kernel in sources() for _ in range(NUM_EACH)]
     assert sum(drawn.wrong is not None for drawn in PROBLEMS.values()) == len(names) // NUM_EACH

@@ -25,12 +25,12 @@ from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
+from ...attention.kernels import MANY_HEADS, SPLIT, decode_kernel
 from ...machine_code.sass import code_of, loop_of
 from ...support.device_fakes import RecordingDevice, without_code
-from ...support.problems import build
 from ...support.strategies import long
-from ..decode_cases import MANY_HEADS, TENSOR, Variant, checked_call
-from .variants import MOST_SHARED
+
+MOST_SHARED = 99 * 1024  # of a thread block on GPUs of compute capability 8.6, 8.9 and 12.0
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
@@ -142,31 +142,31 @@ def test_a_sequence_alone_makes_a_full_grid_before_its_splits_grow(num_kv_heads)
     assert [-(-n // config.split_size(n, 1)) for n in (32_768, 32_769)] == [128, 86]
 
 
-def plan_of(variant, **fields):
-    problem = build(variant.spec(**fields))
-    call = checked_call(problem, "split")
+def plan_of(kernel, **fields):
+    problem = kernel.build(**fields)
+    call = kernel.call(problem)
     return split.plan(RecordingDevice(), call, problem.out), call
 
 
 @without_code()
 def test_the_grid_follows_from_capacity_and_window():
-    variant = TENSOR
-    plan, call = plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3)
+    kernel = SPLIT
+    plan, call = plan_of(kernel, seq_lens=(1000, 3), num_kv_heads=3)
     capacity = call.block_tables.shape[1] * 16
     assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
-    assert plan_of(variant, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
-    assert plan_of(variant, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
-    two_tiles = Variant("split", 64, 1, "float16", "fp8_e4m3", group_size=71)
-    for variant, softcap, num_tiles in ((MANY_HEADS, None, 1), (two_tiles, 2.0, 2)):
-        tiles = plan_of(variant, seq_lens=(9, 3), num_kv_heads=3, softcap=softcap)[0]
+    assert plan_of(kernel, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
+    assert plan_of(kernel, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
+    two_tiles = decode_kernel("split", 64, 1, "float16", "fp8_e4m3", group_size=71)
+    for kernel, softcap, num_tiles in ((MANY_HEADS, None, 1), (two_tiles, 2.0, 2)):
+        tiles = plan_of(kernel, seq_lens=(9, 3), num_kv_heads=3, softcap=softcap)[0]
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
 
 
 @without_code()
 def test_a_bound_leaves_few_thread_blocks_without_work():
     """128 sequences of 512 tokens in tables of 131,072, as a CUDA graph has them."""
-    problem = build(Variant("split", 128, 16, "float16", "float16", group_size=8).spec(seq_lens=(1,), num_kv_heads=8))
-    call = checked_call(problem, "split")
+    kernel = decode_kernel("split", 128, 16, "float16", "float16", group_size=8)
+    call = kernel.call(kernel.build(seq_lens=(1,), num_kv_heads=8))
     call = call._replace(
         q=np.broadcast_to(call.q, (128, *call.q.shape[1:])),
         block_tables=np.broadcast_to(call.block_tables[:, :1], (128, 131_072 // 16)),
@@ -192,8 +192,8 @@ def test_a_bound_that_is_rounded_up_covers_every_length_up_to_it(n):
 @pytest.mark.parametrize(("head_dim", "kind", "vector"), [(64, "float16", 16), (8, "fp8_e4m3", 8)])
 def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind, vector):
     assert SplitConfig(head_dim, 1, 16, "float32", kind).vector_bytes == vector <= VECTOR_BYTES
-    problem = build(Variant("split", head_dim, 16, "float32", kind, group_size=1).spec(seq_lens=(5,), num_kv_heads=1))
-    call = checked_call(problem, "split")
+    kernel = decode_kernel("split", head_dim, 16, "float32", kind, group_size=1)
+    call = kernel.call(kernel.build(seq_lens=(5,), num_kv_heads=1))
     row = call.k_cache.strides[0]
     for num_blocks, is_wide in ((2**32 * vector // row, False), (2**32 * vector // row + 1, True)):
         shape = (num_blocks, *call.k_cache.shape[1:])
@@ -204,8 +204,7 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind,
 
 
 def test_more_thread_blocks_than_a_grid_has():
-    problem = build(TENSOR.spec(seq_lens=(5,)))
-    call = checked_call(problem, "split")
+    call = SPLIT.call(SPLIT.build(seq_lens=(5,)))
     many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
     with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
         split.plan(RecordingDevice(), many, many.q)

@@ -1,0 +1,123 @@
+"""Scales, softcap, ALiBi, sinks and the dtypes of caches: every option where it is hard."""
+
+import numpy as np
+
+from pagedkv import reference
+
+from ..support.problems import assert_close, expect
+from .drawn import PAGED, SPLITS
+from .kernels import (
+    CPU,
+    FEW_ROWS,
+    LONG,
+    PREFILL_CORES,
+    PREFILL_FP8,
+    QUICK,
+    SLOW,
+    SPLIT_FP8,
+    V1,
+    V2,
+    decode_kernel,
+    each_kernel,
+)
+
+OPTIONS = {"alibi": True, "sinks": True, "softcap": 2.0, "scale": 0.3}
+
+
+@each_kernel(V1, V2, *CPU)
+def test_each_option_alone_and_all_of_them(kernel, open_device):
+    """To the other kernels on a device, softcap and slopes are another compile: see the drawn problems."""
+    for options in ({}, *({name: value} for name, value in OPTIONS.items()), OPTIONS):
+        problem = kernel.build(num_kv_heads=3, **options)
+        assert_close(problem, *kernel.attend(problem, open_device))
+
+
+@each_kernel(*QUICK, long=(*SLOW, *LONG))
+def test_scales_that_are_not_positive_or_make_scores_of_hundreds(kernel, open_device):
+    fields = {} if kernel in CPU or kernel is FEW_ROWS else {"seq_lens": (70, 5), "query_lens": (9, 5)}
+    if not kernel.is_prefill:
+        fields["query_lens"] = None
+    for scale in (-0.2, 0.0, *((1.5, -1.5) if kernel in CPU else ())):
+        problem = kernel.build(**fields, scale=scale, sinks=scale > 1, num_kv_heads=1)
+        out, lse = kernel.attend(problem, open_device)
+        assert_close(problem, out, lse)
+        if scale == 0 and not kernel.is_prefill:  # the mean of the values
+            with np.errstate(divide="ignore"):
+                expected = np.log(problem.seq_lens)[:, None] * np.ones_like(lse)
+            np.testing.assert_allclose(lse, expected, rtol=1e-6)
+
+
+@each_kernel(*QUICK, long=(*SLOW, *LONG))
+def test_sinks_are_far_above_and_below_all_logits(kernel, open_device):
+    fields = {} if kernel is FEW_ROWS else {"seq_lens": (20,), "query_lens": (20,) if kernel.is_prefill else None}
+    problem = kernel.build(**fields, sinks=True)
+    heads = np.arange(problem.spec.num_heads)
+    problem.options["sinks"] = np.array([-1e30, 300.0, -300.0, 0.5], np.float32)[heads % 4]
+    assert_close(problem, *kernel.attend(problem, open_device))
+
+
+@each_kernel(*(kernel for kernel in (*CPU, *PAGED, SPLIT_FP8, PREFILL_FP8) if kernel.spec.is_fp8))
+def test_scales_of_fp8(kernel, open_device):
+    for kv_scales in ("scalar", "per head"):
+        problem = kernel.build(kv_scales=kv_scales, num_kv_heads=3)
+        assert_close(problem, *kernel.attend(problem, open_device))
+
+
+@each_kernel(*CPU)
+def test_alibi_biases_in_the_thousands(kernel, open_device):
+    query_lens = (9, 3) if kernel.is_prefill else None
+    problem = kernel.build(seq_lens=(3000, 1500), query_lens=query_lens, alibi=True, num_kv_heads=1, group_size=2)
+    problem.options["alibi_slopes"] = np.array([1.0, 0.25], np.float32)
+    assert_close(problem, *kernel.attend(problem, open_device))
+
+
+FLOAT32_OVER_16_BITS = [k for k in SPLITS if k.spec.q_dtype == "float32" and k.spec.kv_dtype in ("float16", "bfloat16")]
+# Three terms of q with one tile of heads.
+THREE_TERMS = decode_kernel("split", 128, 24, "float32", "bfloat16", group_size=5)
+
+
+@each_kernel(*FLOAT32_OVER_16_BITS, THREE_TERMS, PREFILL_CORES)
+def test_float32_queries_lose_nothing_to_16_bit_operands(kernel, open_device):
+    lengths = {"seq_lens": (2, 90), "query_lens": (2, 40)} if kernel.is_prefill else {"seq_lens": (2, 3, 17, 300)}
+    for scale in (None, 0.25):
+        problem = kernel.build(**lengths, scale=scale)
+        out, _ = kernel.attend(problem, open_device)
+        assert np.abs(out - expect(problem)[0]).max() <= 1e-5
+
+
+CODES = (
+    decode_kernel("split", 72, 16, "float16", "fp8_e4m3", group_size=8, capability=(8, 0)),
+    *(SPLIT_FP8, SPLITS[-1], PREFILL_FP8),
+)
+E5M2 = PREFILL_FP8.replace("e5m2", kv_dtype="fp8_e5m2")
+
+
+@each_kernel(*CODES, long=(E5M2, E5M2.replace("float16", q_dtype="float16")))
+def test_every_fp8_code_is_its_value(kernel, open_device):
+    """As a key: the LSE of one token, of which each head sees another code. As a value: an element of the output.
+
+    Before 8.9, arithmetic widens codes.
+    """
+    codes, first, heads = np.arange(256, dtype=np.uint8), 5, kernel.spec.group_size
+    values = codes.view(reference.FP8_DTYPES[kernel.spec.kv_dtype]).astype(np.float32)
+    finite = np.isfinite(values)
+    # No head sees anything beside a code that is not finite, even where its own query is 0.
+    keys = [*np.array_split(codes[finite], -(-finite.sum() // heads)), *codes[~finite, None]]
+    ones = (1,) * len(keys)
+    query_lens = ones if kernel.is_prefill else None
+    problem = kernel.build(seq_lens=ones, query_lens=query_lens, num_kv_heads=1, scale=1.0, kv_scales=None)
+    problem.q[...], problem.k_cache[...] = np.eye(heads, kernel.spec.head_dim, first), 0
+    block = problem.block_tables[:, 0]
+    problem.v_cache[block, 0, 0, :64] = codes.reshape(4, 64)[np.arange(len(keys)) % 4]
+    for i, key in enumerate(keys):
+        problem.k_cache[block[i], 0, 0, first : first + len(key)] = key
+    out, lse = kernel.attend(problem, open_device)
+    for i, key in enumerate(keys):
+        if finite[key].all():
+            np.testing.assert_allclose(lse[i, : len(key)], values[key], rtol=3e-7, atol=2e-6)
+        else:
+            assert not np.isfinite(lse[i]).any()
+    for i in range(4):
+        some = slice(64 * i, 64 * i + 64)
+        expected = values[some][finite[some]].astype(out.dtype).astype(np.float32)
+        np.testing.assert_allclose(out[i, 0, :64][finite[some]].astype(np.float32), expected, rtol=3e-7)

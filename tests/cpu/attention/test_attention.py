@@ -1,0 +1,88 @@
+"""What attention on the CPU alone does: work items, vectors that are partly filled, rows of many heads, estimates."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import pagedkv
+from pagedkv.cpu import threads
+from pagedkv.cpu.attention import decode, prefill
+
+from ...attention.kernels import CPU, CPU_DECODE, CPU_PREFILL, each_kernel
+from ...support.problems import Spec, assert_close, build, run
+from ...support.programs import printed_by
+from ...support.strategies import SPLIT, fading_parity
+
+
+def test_splits_are_where_the_tests_think_they_are():
+    assert decode.SPLIT == SPLIT
+
+
+@each_kernel(*CPU)
+def test_group_sizes(kernel, open_device):
+    lengths = {"seq_lens": (90, 40), "query_lens": (9, 40)} if kernel.is_prefill else {"seq_lens": (SPLIT + 70, 3, 0)}
+    for group_size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 48):
+        problem = kernel.build(**lengths, group_size=group_size, num_kv_heads=3, scale=0.3)
+        assert_close(problem, *kernel.attend(problem))
+
+
+@each_kernel(*CPU_DECODE)
+def test_head_dims(kernel, open_device):
+    step = kernel.spec.head_dim & -kernel.spec.head_dim  # those of the same kernel
+    for head_dim in range(step, 513, 2 * step):
+        problem = kernel.build(seq_lens=(67, 1), head_dim=head_dim, sinks=True)
+        assert_close(problem, *kernel.attend(problem))
+
+
+@each_kernel(*CPU_PREFILL)
+def test_a_window_begins_between_the_rows_of_a_group(kernel, open_device):
+    """In a tile that the first of four rows sees whole, and the others do not."""
+    problem = kernel.build(seq_lens=(257,), query_lens=(257,), group_size=1, window=102)
+    assert_close(problem, *kernel.attend(problem))
+
+
+@each_kernel(*CPU_PREFILL)
+def test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing(kernel, open_device):
+    lengths, query_lens = (70, SPLIT + 1, 300, 40, 0, 2 * SPLIT + 3), (70, 1, 5, 0, 0, 130)
+    problem = kernel.build(seq_lens=lengths, query_lens=query_lens, padding_rows=3, sinks=True, alibi=True)
+    assert_close(problem, *kernel.attend(problem))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="this platform has no mprotect")
+def test_no_byte_outside_the_arrays_is_read():
+    """Not even one that changes no result."""
+    assert printed_by("cpu.attention.bounds") == ["344"]
+
+
+def test_a_result_beyond_float16_is_infinite_without_a_warning():
+    values = np.full((1, 16, 1, 64), 1000, np.float16)
+    arguments = (np.ones((1, 2, 64), np.float16), values, values, np.zeros((1, 1), np.int32), np.array([3], np.int32))
+    assert (pagedkv.decode_attention(*arguments) == 1000).all()
+    fp8 = np.full((1, 16, 1, 32), 0x40, np.uint8)
+    out = pagedkv.decode_attention(arguments[0][..., :32], fp8, fp8, *arguments[3:], kv_dtype="fp8_e4m3", v_scale=1e6)
+    assert np.isposinf(out).all()
+
+
+def test_heads_between_the_tokens_of_a_vllm_cache():
+    """Strides of NHD in layout vllm, and so many sequences that a work item has several KV heads."""
+    problem = build(Spec(seq_lens=(100,) * 64, head_dim=32, layout="vllm"))
+    expected = run(problem)
+    k = np.ascontiguousarray(problem.k_cache.transpose(0, 2, 3, 1, 4))
+    problem.k_cache = k.transpose(0, 3, 1, 2, 4)
+    for result, wanted in zip(run(problem), expected, strict=True):
+        np.testing.assert_array_equal(result, wanted)
+
+
+def test_a_call_with_a_score_mod_is_taken_for_a_long_one(monkeypatch):
+    """What it computes may take any time: an interrupt should not wait for it."""
+    estimates = []
+    for module in (prefill, decode):
+        monkeypatch.setattr(module, "run", lambda *args, estimate, **options: estimates.append(estimate))
+    spec = Spec(seq_lens=(90,), query_lens=(90,))
+    for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fading_parity}):
+        run(build(spec.replace(**fields)))
+    plain, capped, dimwise, modified = estimates
+    assert plain < capped < threads.PATIENCE_NS
+    assert plain < dimwise < threads.PATIENCE_NS
+    assert modified > threads.PATIENCE_NS
