@@ -29,7 +29,7 @@ def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
 
 
 def mask_starts(mask: Array, query_starts: Array, seq_lens: Array) -> npt.NDArray[np.int64]:
-    """The byte of a mask with which each sequence begins, and the end: (num_seqs + 1,)."""
+    """The byte of a mask at which each sequence begins, and the end of the mask: (num_seqs + 1,)."""
     sizes = np.diff(query_starts.astype(np.int64)) * seq_lens
     if mask.dtype != np.bool_:
         sizes = -(-sizes // 8)

@@ -19,12 +19,12 @@ class Stops:
         if may_stop and (ends := [at for at in found if at >= 0]):
             out, self._held, self.found = self._held[: min(ends)], "", True
             return out
-        longest = 0 if final else max((self._partial(stop) for stop in self._stops), default=0)
+        longest = 0 if final else max((self._length_of_partial(stop) for stop in self._stops), default=0)
         cut = len(self._held) - longest
         out, self._held = self._held[:cut], self._held[cut:]
         return out
 
-    def _partial(self, stop: str) -> int:
+    def _length_of_partial(self, stop: str) -> int:
         """How many characters at the end of the held text are the beginning of `stop`."""
         return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
 

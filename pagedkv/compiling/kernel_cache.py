@@ -124,6 +124,7 @@ class Store:
         return None
 
     def _drop_oldest(self, newest: Path) -> None:
+        """Delete the least recently used files beyond the limits, but never `newest`."""
         files = []
         for path in newest.parent.glob(f"*{self._suffix}"):  # including files that a killed process has begun
             with suppress(OSError):  # another process may delete it first

@@ -54,13 +54,13 @@ def run(*, progress: Callable[[str], Any]) -> list[Row]:
         "CUDA driver": _describe_driver(driver),
         **{f"GPU {i}": gpu for i, gpu in enumerate(driver.gpus if isinstance(driver, Driver) else [])},
         "CUDA compiler": _probe(_compiler),
-        **{f"{kind} kernels kept in": _probe(_cache, kind) for kind in ("cpu", "cuda")},
+        **{f"{kind} kernels kept in": _probe(_describe_cache, kind) for kind in ("cpu", "cuda")},
     }
     uses = {
-        "NumPy arrays, on the CPU": _probe(_cpu),
-        **{use: _probe(_imported, *needed) for use, needed in EXTRAS.items()},
-        "CuPy and torch arrays, on a GPU": _probe(_gpu, driver),
-        'backend="emulator"': _probe(_emulator),
+        "NumPy arrays, on the CPU": _probe(_import_cpu_backend),
+        **{use: _probe(_import_extra, *needed) for use, needed in EXTRAS.items()},
+        "CuPy and torch arrays, on a GPU": _probe(_missing_for_gpu, driver),
+        'backend="emulator"': _probe(_missing_for_emulator),
     }
     return [
         *({"what": name, "here": fact} for name, fact in facts.items()),
@@ -96,7 +96,7 @@ def _compiler() -> str:
     return said
 
 
-def _cache(kind: str) -> str:
+def _describe_cache(kind: str) -> str:
     """Where kernels of a kind are kept, and how many there are."""
     directory = cache_dir(kind)
     if directory is None:
@@ -118,18 +118,18 @@ def _cache(kind: str) -> str:
     return f"{directory}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
 
 
-def _cpu() -> None:
+def _import_cpu_backend() -> None:
     import_module("..cpu.compile", __package__)
 
 
-def _imported(module: str, extra: str, ours: str | None = None) -> str | None:
+def _import_extra(module: str, extra: str, ours: str | None = None) -> str | None:
     if find_spec(module) is None:
         return f'pip install "pagedkv[{extra}]"'
     import_module(ours or module)
     return None
 
 
-def _gpu(driver: Driver | str | None) -> str | None:
+def _missing_for_gpu(driver: Driver | str | None) -> str | None:
     """What is missing to run kernels on a GPU; None if nothing is."""
     if driver is None:
         return "a GPU with the NVIDIA driver"
@@ -144,7 +144,7 @@ def _gpu(driver: Driver | str | None) -> str | None:
     return None
 
 
-def _emulator() -> str | None:
+def _missing_for_emulator() -> str | None:
     if find_spec("numba_cuda") is None:
         return 'pip install "pagedkv[emulator]"'
     _compiler()

@@ -19,7 +19,7 @@ CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_head
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The shape of a model of transformers, as arguments of `kv_bytes`.
+    """Read the shape of a model of transformers, as arguments of `kv_bytes`.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _named_values(name: str, value: Any) -> dict[str, Any]:
-    """A JSON object without what is null in it, or raise."""
+    """Check that a value is a JSON object, and drop its nulls."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be a JSON object, got {json.dumps(value)}")
     return {key: one for key, one in value.items() if one is not None}
@@ -90,7 +90,7 @@ def add_options(parser: ArgumentParser) -> None:
 def run(
     *, config: str | None, num_tokens: list[int], block_size: int, kv_dtype: KvDtype | None, progress: Any, **shape: Any
 ) -> list[dict[str, Any]]:
-    """Bytes of a token, of a block, and of sequences.
+    """Compute the bytes of a token, of a block, and of sequences.
 
     Returns
     -------

@@ -112,7 +112,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
 
 
 def _first_keys(options: AttentionOptions, seq_lens: Array, query_starts: Array | None) -> Array | int:
-    """The first key of each sequence that a query sees, as far as windows and padding say; negative for 0."""
+    """The first key of each sequence that windows and padding let a query see; negative numbers count as 0."""
     first: Array | int = 0
     if options.window is not None:
         query_lens = 1 if query_starts is None else np.diff(query_starts)

@@ -62,7 +62,7 @@ def geometry_of(layout: Layout, kv_dtype: KvDtype | None, k_cache: Array, v_cach
 
 
 def other_layouts(layout: Layout, k_cache: Array, v_cache: Array, suits: Callable[[Geometry], bool]) -> str:
-    """What to add to a message about shapes: the other layouts that caches of these shapes may have, if any."""
+    """A hint for messages about shapes: the other layouts that caches of these shapes may have, if any."""
     names = []
     for other in LAYOUTS:
         with suppress(ValueError):
@@ -95,7 +95,7 @@ def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
 
 
 def _is_float8(cache: Array) -> bool:
-    """Whether the cache has one of the dtypes for fp8 that torch and ml_dtypes have, and NumPy and kernels do not."""
+    """Whether a cache has an fp8 dtype of torch or ml_dtypes, which kernels take as uint8."""
     return cache.dtype.name.startswith("float8")
 
 

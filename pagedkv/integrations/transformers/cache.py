@@ -26,7 +26,7 @@ _FROM_MASK = (
 
 
 def require_options(kind: type, options: Collection[str]) -> None:
-    """Raise TypeError unless PagedKVCache takes the options that a class hands on to it, and the class sets none."""
+    """Raise TypeError for options that PagedKVCache does not take, or that the class sets itself."""
     of_cache = signature(PagedKVCache).parameters.keys() - {"num_layers", "num_kv_heads", "head_dim"}
     if unknown := [name for name in options if name not in of_cache]:
         own = [name for name, x in signature(kind).parameters.items() if x.kind != Parameter.VAR_KEYWORD]

@@ -62,7 +62,7 @@ class Arrays:
         self._on_cuda = self._is_torch and bool(self._device.type == "cuda")
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """A new array of zeros."""
+        """Make an array of zeros."""
         if self._is_torch:
             return self._module.zeros(shape, dtype=getattr(self._module, dtype.name), device=self._device)
         with self._device:
@@ -99,7 +99,7 @@ class Arrays:
         return x if self.on_device else host_view(x)
 
     def free_bytes(self) -> int | None:
-        """Memory that is free now: on the device, or on the host what the system gives without swapping, if it says."""
+        """Free bytes now: of the device, or on the host what the system can give without swapping, if it says."""
         if self._on_cuda:
             return int(self._module.cuda.mem_get_info(self._device)[0])
         if self.on_device and not self._is_torch:

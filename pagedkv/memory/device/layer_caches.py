@@ -64,7 +64,7 @@ class LayerCaches:
         self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
 
     def copy(self, copies: Int64Array) -> None:
-        """Copy blocks in all layers, (m, 2) int64 of source and destination, which nobody reads before the commit."""
+        """Copy blocks in all layers, (m, 2) int64 of source and destination; no call reads these before the commit."""
         if len(copies):
             sources, destinations = self._ids(copies)
             for stack in self.both:
@@ -72,7 +72,7 @@ class LayerCaches:
                     stack[layers, destinations] = stack[layers, sources]
 
     def read(self, copies: Int64Array) -> None:
-        """Raise what `copy` would raise before it writes anything: too little memory, or a stream under capture."""
+        """Raise what `copy` would raise: MemoryError, or RuntimeError while a stream is captured."""
         sources, _ = self._ids(copies)
         self.both[0][self._together(copies)[0], sources]
 
@@ -80,7 +80,7 @@ class LayerCaches:
         return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
 
     def _together(self, copies: Int64Array) -> list[slice]:
-        """The layers to copy at a time: on a device all, on the host as many as fit into memory that is at hand."""
+        """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
         num_layers = len(self.k_caches)
         at_once = num_layers
         if not self._arrays.on_device:

@@ -62,7 +62,7 @@ def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
 
 
 def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str) -> Limits:
-    """Head and block size, dtypes and group size are constants of a kernel; so is whether logits are changed."""
+    """Draw one value of everything for which a kernel is compiled: sizes, dtypes, and whether logits are changed."""
     kv_dtype = rng.choice(KV_DTYPES)
     is_fp8 = kv_dtype.startswith("fp8")
     modifies = rng.random() < 0.5
@@ -83,11 +83,11 @@ def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str)
 
 
 def _strides(backend: str, kv_dtype: str) -> tuple[str, ...]:
-    """Kernels refuse fp8 rows with gaps of 8 bytes, which are not aligned for whole vectors."""
+    """The strides that the backend accepts: CUDA kernels need fp8 rows that are aligned for whole vectors."""
     return STRIDES[:2] if backend != "cpu" and kv_dtype.startswith("fp8") else STRIDES
 
 
 def _fitting(head_dims: tuple[int, ...], kv_dtype: str, layouts: tuple[str, ...]) -> tuple[int, ...]:
-    """Those that the layouts can have."""
+    """The head sizes that the layouts support; 64 if they support none."""
     x = 16 if kv_dtype.startswith("fp8") else 16 // FLOATS[kv_dtype].itemsize
     return tuple(d for d in head_dims if layouts != ("vllm",) or d % x == 0) or (64,)
