@@ -68,13 +68,15 @@ def attend(
         return operation(q, k_cache, v_cache, **where, **stored, **options)
     view = argument.view()
     facts = view.shape, view.strides, view.dtype, view.flags.num
-    # Compare bytes, since the caller may write to these arrays.
+    # Compare bytes, and plan by them too, since another thread may write to these arrays at any time.
     tables = [(x.shape, x.dtype, x.tobytes()) for x in where.values()]
     # 1, 1.0 and True are equal, but not all are valid.
     key = caches_key, facts, *tables, stored["max_seq_len"], get_num_threads(), *options, *chosen, *map(type, chosen)
     ready = prepared.get(key)
     if ready is None:
         ragged = "query_starts" in where
+        copies = (np.frombuffer(raw, dtype).reshape(shape) for shape, dtype, raw in tables)
+        where = dict(zip(where, copies, strict=True))
         arguments = AttentionArguments(view, k_cache, v_cache, ragged=ragged, **where, **stored, **options)
         ready = prepared[key] = cpu.plan_attention(attention_call(arguments))
     out, result = argument.new("out", view.shape, view.dtype, 0, "")

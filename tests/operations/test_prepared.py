@@ -237,3 +237,20 @@ def test_caches_that_are_read_only_or_overlap():
     inside = steps.cache.k_caches[2][50, :3]
     with refused(steps.cache, ValueError, r"^k_cache must not overlap v$"):
         steps.cache.write(2, k, inside, slots)
+
+
+def test_a_call_is_planned_by_the_tables_that_it_is_known_by():
+    """Another thread writes to the lengths right after the call has looked for an earlier one like it."""
+    steps = Steps()
+    batch, q = steps.cache.batch(steps.seqs), steps.new(len(LENS), 4)
+    expected, lens = steps.cache.attend(0, q, batch), batch.seq_lens.copy()
+
+    class Rewritten(dict):
+        def get(self, key):
+            batch.seq_lens[...] = 1
+            return super().get(key)
+
+    again = dataclasses.replace(batch, prepared=Rewritten())
+    for _ in range(2):
+        batch.seq_lens[...] = lens
+        np.testing.assert_array_equal(steps.cache.attend(0, q, again), expected)
