@@ -153,4 +153,10 @@ MUTANTS = [
         "before + changes",
         TRANSACTION + "test_stores_need_no_memory",
     ),
+    Mutant(
+        "CacheManager: a block that an ended sequence keeps counts as free",
+        "np.maximum(-(-lens // size) - 1, 0)",
+        "-(-lens // size)",
+        "tests/compat/test_paged_minimal.py::test_without_room_nothing_changes",
+    ),
 ]
