@@ -228,7 +228,7 @@ def test_an_array_module_that_is_not_installed(monkeypatch, name, extra):
         make(array_module=name)
 
 
-def test_cupy_without_a_gpu_says_so(monkeypatch):
+def test_cupy_without_a_gpu_is_an_error(monkeypatch):
     def empty(shape):
         raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
 
@@ -394,7 +394,7 @@ def test_out_of_blocks_says_how_many():
 
 
 @pytest.mark.parametrize("array_module", ARRAYS)
-def test_where_the_query_rows_of_a_batch_are(array_module):
+def test_query_rows_of_a_batch(array_module):
     cache = make(array_module=array_module)
     seqs = [cache.add(n).seq for n in (P + 1, 0, 3)]
     for query_lens, starts, positions, is_decode in (

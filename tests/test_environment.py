@@ -16,7 +16,7 @@ from pagedkv.validation import require
         *((value, False) for value in ("0", "false", "FALSE", "no", "off", "", None)),
     ],
 )
-def test_a_variable_says_yes_or_no_in_usual_words(monkeypatch, value, on):
+def test_a_variable_is_on_or_off_in_usual_words(monkeypatch, value, on):
     monkeypatch.delenv("PAGEDKV_CHECK", raising=False)
     if value is not None:
         monkeypatch.setenv("PAGEDKV_CHECK", value)

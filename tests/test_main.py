@@ -139,7 +139,7 @@ def test_usage_calls_the_program_as_it_was_called(called, name, monkeypatch, cap
 
 
 @pytest.mark.parametrize("what", BENCHES)
-def test_a_wrong_number_of_threads_is_said_in_one_line(what, monkeypatch, capsys):
+def test_a_wrong_number_of_threads_is_reported_in_one_line(what, monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__._run", lambda *_, **__: pytest.fail("it is measured"))
     monkeypatch.setattr(threads._state, "count", None)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
@@ -149,7 +149,7 @@ def test_a_wrong_number_of_threads_is_said_in_one_line(what, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("words", "listed"), [([], COMMANDS), (["bench"], BENCHES)])
-def test_alone_it_lists_what_there_is(words, listed, capsys):
+def test_without_arguments_it_lists_the_commands(words, listed, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 0
@@ -198,7 +198,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-def test_a_full_disk_is_said_in_one_line():
+def test_a_full_disk_is_reported_in_one_line():
     with open("/dev/full", "w") as stdout:
         assert writing_to(stdout) == (1, "the results cannot be written: No space left on device\n")
 

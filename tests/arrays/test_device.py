@@ -118,7 +118,7 @@ def test_the_stream_is_the_current_one_of_the_framework(framework):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
-def test_new_arrays_are_on_the_device_of_the_old(framework, dtype):
+def test_new_arrays_are_on_the_device_of_the_first(framework, dtype):
     like = framework.array(view(), device=2)
     new = identify("like", like).empty("out", (5, 8), np.dtype(dtype), "")
     assert type(new) is framework.array
@@ -130,7 +130,7 @@ def test_new_arrays_are_on_the_device_of_the_old(framework, dtype):
         assert not framework.module.device_stack
 
 
-def test_a_tensor_that_torch_has_not_negated_yet(monkeypatch):
+def test_a_lazily_negated_tensor_is_refused(monkeypatch):
     module = fake_torch()
     monkeypatch.setitem(sys.modules, "torch", module)
     tensor = module.Tensor(view())
@@ -192,7 +192,7 @@ def test_interface_without_elements():
         ({"typestr": "|V0"}, TypeError, "x must be an array of numbers, got dtype"),
     ],
 )
-def test_interfaces_that_say_nothing_useful(changes, error, message):
+def test_interfaces_with_wrong_values_are_refused(changes, error, message):
     with pytest.raises(error, match=message):
         metadata("x", InterfaceArray(np.zeros((4, 3), np.float32), **changes), 0)
 
@@ -203,7 +203,7 @@ def remove(array, key):
 
 
 @pytest.mark.parametrize("key", ["shape", "typestr", "data"])
-def test_interfaces_without_what_they_must_have(key):
+def test_incomplete_interfaces_are_refused(key):
     array = InterfaceArray(np.zeros((4, 3), np.float32))
     remove(array, key)
     with pytest.raises(TypeError, match=f"x must have a __cuda_array_interface__ with shape, .* data, got no {key}"):
@@ -223,7 +223,7 @@ _ANYTHING = st.recursive(
     changes=st.dictionaries(st.sampled_from(["shape", "typestr", "data", "strides", "stream"]), _ANYTHING, max_size=3),
     missing=st.sets(st.sampled_from(["shape", "typestr", "data", "strides", "stream"]), max_size=1),
 )
-def test_any_interface_is_an_array_or_an_error_about_it(changes, missing):
+def test_any_interface_is_an_array_or_an_error(changes, missing):
     array = InterfaceArray(np.zeros((4, 3), np.float32), **changes)
     for key in missing:
         remove(array, key)
@@ -275,7 +275,7 @@ class Driver:
         return (0, self.ordinals[address]) if address in self.ordinals else (1, None)
 
 
-def test_the_driver_says_where_an_address_is(monkeypatch):
+def test_the_driver_finds_the_device_of_an_address(monkeypatch):
     driver = Driver({ADDRESS: 1})
     monkeypatch.setattr(interface, "_driver", lambda: driver)
     assert interface.has_several_devices()

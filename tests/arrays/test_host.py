@@ -88,7 +88,7 @@ def test_tensor_that_numpy_cannot_show():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.uint8, np.int64])
 @pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_result_in_the_kind_of_the_input(dtype, shape):
+def test_results_have_the_framework_of_the_input(dtype, shape):
     result = np.ones(shape, dtype)
     assert as_kind_of(np.zeros(1), result) is result
     tensor = as_kind_of(torch.zeros(1), result)

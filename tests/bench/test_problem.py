@@ -48,7 +48,7 @@ def test_a_problem_follows_its_cell_and_its_expected_result_is_right(cell):
 
 
 @pytest.mark.parametrize("cell", [Cell("one", (40, 7), 8, 2, 64), *prefill.quick_cells()], ids=str)
-def test_what_is_compared_are_rows_of_the_whole_result(cell):
+def test_compared_rows_are_those_of_the_whole_result(cell):
     problem = BenchProblem(cell)
     q, starts, checked = problem.q.astype(np.float32), problem.query_starts, problem.checked
     options = {"kv_dtype": cell.kv_dtype, "causal": cell.causal}

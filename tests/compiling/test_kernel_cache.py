@@ -59,7 +59,7 @@ def test_without_a_directory_nothing_is_kept(warnings_logged):
     ]
 
 
-def test_a_store_that_is_to_keep_nothing_says_nothing(tmp_path, warnings_logged):
+def test_a_store_that_keeps_nothing_logs_nothing(tmp_path, warnings_logged):
     for directory in (tmp_path / "blobs", None):
         store = Store(directory, ".blob", keep=False)
         store.save(b"key", b"body")

@@ -157,7 +157,7 @@ def test_a_file_that_another_may_have_made_is_not_loaded(store, warnings_logged,
     assert store.load(b"key") == b"again"
 
 
-def test_where_folders_have_no_owners_any_is_used(monkeypatch, store):
+def test_on_systems_without_owners_any_folder_is_used(monkeypatch, store):
     """On Windows, where Python is told no owners and no modes."""
     monkeypatch.setattr(private_folder, "HAS_OWNERS", False)
     store.directory.chmod(0o777)

@@ -105,7 +105,7 @@ def closed(stderr):
 
 
 @pytest.mark.parametrize("stderr", [None, closed(io.StringIO()), Lost()], ids=["none", "closed", "lost"])
-def test_a_stderr_that_cannot_be_written_to_is_no_error(monkeypatch, stderr):
+def test_an_unwritable_stderr_is_no_error(monkeypatch, stderr):
     monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=stderr))
     monkeypatch.setattr(progress, "_logger", logging.Logger("pagedkv"))
     with showing_progress("decode"):

@@ -48,7 +48,7 @@ def test_rows_begin_where_the_device_s_do():
     assert boxes[1] == "bytes 16 to 31, instruction 1: lane 1"
 
 
-def test_what_several_instructions_take_is_one_box():
+def test_bytes_of_several_instructions_are_one_box():
     _, _, lines, boxes = parsed(draw_bytes([access([0, 4]), access([4, 0])]))
     assert boxes[0] == "bytes 0 to 3, instruction 1: lane 0; instruction 2: lane 1"
     assert lines[1] == "2 instructions: 8 bytes in 1 sector of 32, asked for 2 times"
@@ -121,7 +121,7 @@ def test_refusals(wrong, says):
                 draw_banks(one)
 
 
-def test_what_is_no_access_is_refused():
+def test_drawing_something_else_is_refused():
     one = access([0])
     for wrong in (one, "x", [[one]]):
         with pytest.raises(

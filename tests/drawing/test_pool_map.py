@@ -31,7 +31,7 @@ def test_a_letter_for_each_sequence_in_the_order_of_handles():
     assert rows(make([(handle, 1, P) for handle in range(30)]), 32) == ["ABCDEFGHIJKLMNOPQRSTUVWXYZABCD"]
 
 
-def test_cached_blocks_are_told_from_free_ones():
+def test_cached_blocks_differ_from_free_ones_in_the_map():
     blocks = make([(1, 1, P), None, None], np.array([False, True, False]))
     assert rows(blocks, 3) == ["A~."]
     assert "~ cached" in blocks.to_text()

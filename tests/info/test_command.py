@@ -103,14 +103,14 @@ def test_an_error_of_a_probe_becomes_its_answer(tables, monkeypatch, error):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of folders are POSIX")
-def test_a_folder_that_is_refused_is_said(tables, tmp_path):
+def test_a_refused_folder_is_logged(tables, tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu").chmod(0o777)
     assert "can be written to by others; set PAGEDKV_CACHE_DIR" in tables()[0]["cpu kernels kept in"]
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_a_folder_that_cannot_be_written_to_is_said(tables, monkeypatch, tmp_path, made):
+def test_an_unwritable_folder_is_logged(tables, monkeypatch, tmp_path, made):
     if made:
         (tmp_path / "cpu").mkdir(mode=0o700)
     monkeypatch.setattr(command.os, "access", lambda *args: False)
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_to_is_said(tables, monkeypatch, tmp_pat
 
 
 @pytest.mark.skipif(os.name != "posix", reason="paths are POSIX")
-def test_a_path_that_is_no_folder_is_said(tables, monkeypatch):
+def test_a_path_that_is_no_folder_is_logged(tables, monkeypatch):
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", os.devnull)
     said = tables()[0]["cpu kernels kept in"]
     assert said == "nowhere: /dev/null/cpu: Not a directory; set PAGEDKV_CACHE_DIR to a folder of your own"

@@ -52,7 +52,7 @@ def test_no_driver_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("said", ["/opt/libcuda.so.1: file too short", "libdep.so: cannot open: No such file"])
-def test_a_driver_that_cannot_be_loaded_is_not_missing(monkeypatch, said):
+def test_a_driver_that_cannot_be_loaded_is_an_error(monkeypatch, said):
     def broken(name):
         raise OSError(said)
 
@@ -61,7 +61,7 @@ def test_a_driver_that_cannot_be_loaded_is_not_missing(monkeypatch, said):
         driver.find_driver()
 
 
-def test_a_driver_that_fails_says_where(monkeypatch):
+def test_a_driver_error_names_the_function(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library({"cuInit": 100}))
     with pytest.raises(RuntimeError, match=r"cuInit of .* failed with code 100: see what nvidia-smi says"):
         driver.find_driver()

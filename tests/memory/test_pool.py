@@ -32,7 +32,7 @@ def test_released_blocks_are_handed_out_next_in_the_same_order():
     assert pool.allocate(4).tolist() == [3, 8, 7, 2]
 
 
-def test_what_allocate_returned_is_the_callers():
+def test_the_result_of_allocate_belongs_to_the_caller():
     pool = BlockPool(3)
     pool.allocate(2)[:] = 99
     pool.release([0, 1])

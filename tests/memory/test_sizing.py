@@ -53,7 +53,7 @@ def test_blocks_in_an_amount_of_memory(monkeypatch, memory, num_blocks):
         (None, BLOCK_BYTES - 1, ValueError, rf"^memory must be at least {BLOCK_BYTES} bytes, one block in all layers"),
     ],
 )
-def test_amounts_of_memory_that_cannot_be(num_blocks, memory, error, message):
+def test_wrong_amounts_of_memory_are_refused(num_blocks, memory, error, message):
     with pytest.raises(error, match=message):
         PagedKVCache(LAYERS, num_blocks, P, HEADS, DIM, memory=memory)
 

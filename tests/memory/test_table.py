@@ -142,7 +142,7 @@ def test_tables_and_lengths_are_new_arrays_as_wide_as_needed(table):
     table.check()
 
 
-def test_the_same_sequence_may_be_looked_at_twice(table):
+def test_a_sequence_may_be_named_twice_in_reads(table):
     seq = table.add(5)
     assert table.block_tables([seq, seq]).tolist() == [[0, 1], [0, 1]]
     assert lens(table, (seq, seq)) == [5, 5]

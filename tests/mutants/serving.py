@@ -77,7 +77,7 @@ MUTANTS = [
         "transformers: rows of padding are in the batch",
         "attention_mask[:, -length:].bool().flatten()",
         "torch.ones_like(attention_mask[:, -length:]).bool().flatten()",
-        CACHE + "test_generate_says_what_it_says_with_eager_attention",
+        CACHE + "test_generate_gives_the_text_of_eager_attention",
     ),
     Mutant(
         "transformers: rejected draft tokens stay in the cache",

@@ -43,7 +43,7 @@ def test_a_bad_entry_of_any_device_is_raised_once(monkeypatch, used):
 
 
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
-def test_nothing_is_waited_for_in_a_capture(monkeypatch, used, framework):
+def test_no_call_waits_in_a_capture(monkeypatch, used, framework):
     module = fake_cupy() if framework == "cupy" else fake_torch()
     module.streams[0] = 7
     monkeypatch.setitem(sys.modules, framework, module)

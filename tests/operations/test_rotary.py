@@ -193,7 +193,7 @@ def test_tables_whose_columns_are_equal_by_chance_are_accepted(angles):
     np.testing.assert_allclose(pagedkv.apply_rotary(q, None, cos, sin, positions)[0], expected, rtol=0, atol=1e-6)
 
 
-def test_if_k_cannot_be_computed_q_is_as_before(monkeypatch):
+def test_q_is_unchanged_if_k_fails(monkeypatch):
     rng = np.random.default_rng(6)
     q, k = tokens_of(rng, 5, (2, 1), 16, np.dtype(np.float32))
     tables, before, compute = tables_of(rng, 9, 4, np.dtype(np.float32)), q.copy(), rotary.rotated

@@ -182,7 +182,7 @@ def test_a_second_turn_finds_the_first():
         scheduler.abort(number)
 
 
-def test_what_never_fits_is_said_at_once():
+def test_a_request_that_can_never_fit_is_refused_by_add():
     scheduler = scheduler_of(make_cache(4))
     scheduler.add(range(16), 1)  # the token that it generates is not computed
     with pytest.raises(ValueError, match="a request can have 16 tokens in this cache, got 16 and max_tokens=2: lower"):

@@ -62,7 +62,7 @@ def test_each_mistake_is_found(method, old, new, says):
         play(type("Machine", (BlockManagerMachine,), {"manager_type": Wrong}))
 
 
-def test_what_a_refusal_leaves_is_looked_at():
+def test_the_state_after_a_refusal_is_checked():
     class Leaky(BlockManager):
         def require(self, count):
             if count > len(self.free_blocks):
@@ -81,7 +81,7 @@ def test_missing_operations_are_left_out():
     play(Least, max_examples=10)
 
 
-def test_what_a_subclass_must_have_is_said():
+def test_missing_methods_of_a_subclass_are_named():
     class Nothing(AllocatorMachine):
         pass
 
@@ -142,7 +142,7 @@ def test_another_exception_than_the_refusal_is_explained():
         ("num_cached", 99, "got 99"),
     ],
 )
-def test_what_the_subclass_returns_is_looked_at(method, result, says):
+def test_results_of_the_subclass_are_checked(method, result, says):
     class Wrong(BlockManagerMachine):
         def num_free(self):
             return self.num_blocks

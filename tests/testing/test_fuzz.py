@@ -100,7 +100,7 @@ def test_a_failure_is_reported_even_if_the_script_cannot_be_written(monkeypatch,
 
 
 @pytest.mark.usefixtures("only_merges")
-def test_a_backend_that_is_not_there_is_no_failure(monkeypatch, tmp_path, capsys):
+def test_a_missing_backend_is_no_failure_of_the_kernel(monkeypatch, tmp_path, capsys):
     def missing(spec, **changes):
         raise BackendUnavailableError("install it")
 
@@ -142,7 +142,7 @@ def processes(monkeypatch):
     return done, running
 
 
-def test_a_process_that_dies_is_told_with_its_seed(processes):
+def test_a_dead_process_is_reported_with_its_seed(processes):
     done, running = processes
     done.append(BrokenProcessPool())
     with pytest.raises(SystemExit, match="a process died with seed 7 in turn 0 or 1") as left:

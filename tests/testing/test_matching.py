@@ -52,7 +52,7 @@ def test_every_option_of_the_signature_is_drawn():
     assert all(len(values) > 1 for values in seen.values())
 
 
-def test_a_partial_has_the_parameters_that_are_left():
+def test_a_partial_has_the_remaining_parameters():
     assert_matches_reference(functools.partial(decode, layout="NHD"), layouts=["NHD"], **FEW)
     with pytest.raises(AssertionError, match=r"^wrong_head fails problem"):
         assert_matches_reference(functools.partial(wrong_head), **FEW)
@@ -216,7 +216,7 @@ def test_the_message_explains_poison_left_of_the_window():
     assert assert_matches_reference(masked_decode, max_examples=60, head_dims=(64,), finite_left_of_window=True) == 60
 
 
-def test_what_has_no_signature_needs_names():
+def test_a_function_without_a_signature_needs_options():
     class Kernel:
         __signature__ = "nothing"
 

@@ -79,7 +79,7 @@ def test_a_fault_fails_the_test_at_the_kernel_s_line(results):
     assert "assert 1 == 2" in text
 
 
-def test_all_frames_where_they_are_asked_for(results):
+def test_full_trace_shows_all_frames(results):
     assert "access.py" in results("--full-trace", "--tb=short", "-k", "test_fault").stdout.str()
 
 

@@ -95,7 +95,7 @@ def test_a_buddy_run_is_less_than_twice_as_large_as_asked_for():
 
 
 @pytest.mark.parametrize("kind", [FirstFit, BuddyAllocator])
-def test_what_is_not_in_use_cannot_be_freed(kind):
+def test_blocks_that_are_not_in_use_cannot_be_released(kind):
     allocator = kind(8)
     allocator.free(allocator.allocate(2))
     with pytest.raises(KeyError):

@@ -79,7 +79,7 @@ def test_the_command(tmp_path, capsys):
         ),
     ],
 )
-def test_options_that_say_too_little(words, message, capsys):
+def test_incomplete_options_are_refused(words, message, capsys):
     assert main(["kv-bytes", *words]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert message in line

@@ -382,7 +382,7 @@ def test_shapes_are_checked_before_dtypes(operation):
 @pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "block_tables", "seq_lens", "sinks", "alibi_slopes"])
 @pytest.mark.parametrize("dtype", ["O", "S3", "c16", "V32", np.dtype([]), "m8[s]"])
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])
-def test_exotic_dtypes_are_errors_of_ours(name, dtype, layout):
+def test_exotic_dtypes_get_clear_errors(name, dtype, layout):
     arguments = attention_arguments()
     arguments |= {"sinks": np.zeros(HQ, np.float32), "alibi_slopes": np.zeros(HQ, np.float32)}
     arguments |= vllm() if layout == "vllm" else {}

@@ -100,7 +100,7 @@ class Engine:
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder in eval mode, on the CPU or a CUDA device, on which `use_pagedkv` is called.
+        A decoder in eval mode, on the CPU or a CUDA device; `use_pagedkv` is applied to it.
     tokenizer : optional
         A tokenizer of transformers, for prompts and streams of text; or an object with ``tokenizer(text)``, which
         returns ids or a dict with `input_ids`, ``decode(ids, skip_special_tokens=)``, and for messages `chat_template`

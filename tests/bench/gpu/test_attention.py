@@ -48,7 +48,7 @@ def test_a_quick_run_has_everything(fake_gpu, what):
 
 
 @over_benches
-def test_what_is_not_installed_is_said_once(fake_gpu, monkeypatch, what):
+def test_a_missing_package_is_reported_once(fake_gpu, monkeypatch, what):
     bench, peers = BENCHES[what]
     monkeypatch.setattr(fake_gpu, "framework", "torch")
     monkeypatch.setitem(sys.modules, "flashinfer", None)

@@ -156,7 +156,7 @@ def test_the_driver_says_its_version(text, version):
     assert driver_version(text) == version
 
 
-def test_no_gpu_is_said_with_what_works_without_one(monkeypatch):
+def test_the_error_without_a_gpu_names_what_works_without_one(monkeypatch):
     def capabilities():
         raise BackendUnavailableError("no CUDA driver was found: install it")
 
@@ -173,7 +173,7 @@ def test_a_framework_that_makes_arrays_is_needed(monkeypatch):
         open_gpu()
 
 
-def test_torch_without_cuda_leaves_it_to_cupy(monkeypatch):
+def test_without_cuda_in_torch_cupy_is_used(monkeypatch):
     monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0)])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "cupy", "the module")

@@ -209,7 +209,7 @@ def test_vllm_gets_the_pages(monkeypatch, where):
     assert note("vLLM Triton", FULL) == "AssertionError: Only causal attention is supported"
 
 
-def test_what_is_not_installed_says_its_name(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     for package in ("flash_attn", "flash_attn_interface", "flashinfer", "vllm"):
         monkeypatch.setitem(sys.modules, package, None)
     names = ["FlashAttention 2", "FlashAttention 2 cache", "FlashAttention 3", "FlashInfer", "vLLM Triton"]

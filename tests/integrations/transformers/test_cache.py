@@ -51,7 +51,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_generate_says_what_it_says_with_eager_attention(model, cache, way):
+def test_generate_gives_the_text_of_eager_attention(model, cache, way):
     expected = said(eager_model("Llama"), IDS, MASK, **WAYS[way])
     assert torch.equal(said(model, IDS, MASK, past_key_values=cache, **WAYS[way]), expected)
     if way == "greedy":  # the last token that was drawn is not written
@@ -291,7 +291,7 @@ def test_another_model_does_not_go_on_with_the_tokens_of_one(model, cache):
     assert torch.equal(said(other, IDS[:1], past_key_values=cache), first)
 
 
-def test_without_use_cache_it_is_no_cache(model, cache):
+def test_use_cache_false_is_refused(model, cache):
     with pytest.raises(
         ValueError, match="use_cache=False generate would write the whole text anew in each step: leave it out"
     ):
@@ -308,7 +308,7 @@ def test_inputs_by_their_place(model, cache):
 
 
 @pytest.mark.parametrize("place", ["class", "instance"])
-def test_a_forward_that_hands_on_what_it_gets(place, cache):
+def test_a_forward_that_passes_its_inputs_on(place, cache):
     model = make_model("Llama")
     kind, forward = type(model), model.forward
     if place == "instance":
@@ -338,7 +338,7 @@ def test_a_name_is_no_model():
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")  # those of torch's own modules, which a compilation imports
 @pytest.mark.parametrize("way", ["its forward alone", "with its hooks", "before use_pagedkv"])
-def test_a_compiled_model_says_the_same(cache, way):
+def test_a_compiled_model_generates_the_same_text(cache, way):
     """torch compiles the code around attention; `generate` of the compiled module is that of the model."""
     model = make_model("Llama")
     if way == "its forward alone":
@@ -360,6 +360,6 @@ def test_a_compiled_model_says_the_same(cache, way):
     assert list(Engine(compiled, num_blocks=16, eos_token_id=()).tokens(LONG, 8)) == expected[0, 30:].tolist()
 
 
-def test_a_model_without_pagedkv_is_told_what_to_do(cache):
+def test_a_model_without_pagedkv_gets_a_helpful_error(cache):
     with pytest.raises(RuntimeError, match=r"does not fill a PagedCache: call use_pagedkv\(model\) first"):
         said(eager_model("Llama"), IDS, past_key_values=cache)

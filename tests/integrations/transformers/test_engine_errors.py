@@ -117,7 +117,7 @@ def test_rows_that_no_token_can_be_chosen_from(model, value):
     assert [tokens[first], made[0].token, said[first][0][0]] == list(engine.tokens(SHORT, 3))
 
 
-def test_some_logits_of_minus_infinity_are_no_error(model):
+def test_single_logits_of_minus_infinity_are_no_error(model):
     mask = torch.full((VOCAB,), -INF)
     mask[7] = 0
     engine = Engine(model, num_blocks=64)

@@ -191,7 +191,7 @@ def test_an_option_that_an_engine_does_not_have():
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", str])
-def test_what_is_no_tokenizer_is_refused(tokenizer):
+def test_a_wrong_tokenizer_is_refused(tokenizer):
     with pytest.raises(TypeError, match=r"^tokenizer must be one of transformers, such as .*, got (str|type)$"):
         Engine(make_model("Llama", vocab_size=256), tokenizer, num_blocks=4)
 

@@ -41,7 +41,7 @@ def test_without_kernels_attention_is_sdpa(operation):
     assert not model._forward_pre_hooks
 
 
-def test_without_kernels_bloom_has_attention_of_its_own():
+def test_without_kernels_bloom_keeps_its_attention():
     """transformers cannot set its attention, and warns."""
     model = make_model("Bloom")
     use_pagedkv(model)
@@ -82,7 +82,7 @@ def test_a_model_keeps_nothing_of_a_pass(family, error):
         assert torch.equal(ours(ids)[0], theirs(ids)[0])
 
 
-def test_a_pass_that_somebody_keeps_has_ended():
+def test_a_pass_that_is_kept_alive_has_ended():
     model, kept = make_model("Bloom"), []
     model.register_forward_pre_hook(lambda _, args, inputs: kept.append(inputs["forward_pass"]), with_kwargs=True)
     said(model)
@@ -153,7 +153,7 @@ def test_without_a_pass_the_model_can_be_compiled(family):
     torch.testing.assert_close(perplexity(compiled), expected)
 
 
-def test_layers_that_do_not_get_a_pass_are_noticed():
+def test_layers_without_a_pass_are_an_error():
     """Their layers attend only to new tokens, which is wrong after the first pass."""
     model = make_model("Llama")
     use_pagedkv(model)

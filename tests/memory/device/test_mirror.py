@@ -187,7 +187,7 @@ def test_no_step_waits_for_the_device_of_torch(cuda_torch):
         np.testing.assert_array_equal(got.x, wanted)
 
 
-def test_what_is_sent_may_change_at_once(cuda_torch):
+def test_rows_may_change_right_after_an_update(cuda_torch):
     x = np.arange(3)
     sent = Arrays("torch").asarray(x)
     x[:] = 7

@@ -118,7 +118,7 @@ class Lending(LRU):
         return evicted, [*writes, (evicted, np.arange(num_evicted), np.zeros(num_evicted, np.int64))]
 
 
-def test_what_an_eviction_lends_is_copied():
+def test_arrays_of_an_eviction_are_copied():
     cache = make(num_blocks=4, eviction=Lending)
     cache.free(started(cache, [*range(4 * P)]))
     seq = cache.add(2 * P).seq
