@@ -38,13 +38,12 @@ def test_rows_see_the_keys_that_options_leave(backend, spec, options):
     assert_close(problem, *run(problem, backend=backend))
 
 
-def test_a_mask_is_no_part_of_the_code():
-    """Another mask compiles nothing, and a row depends on its own keys alone."""
+def test_a_change_of_one_row_of_a_mask_changes_that_row_alone():
     problem = build(SHORT.replace(mask="bool"))
     before, _ = run(problem, backend="cpu")
     first_row_of_second = int(problem.query_starts[1])
     keys = np.cumsum(np.diff(problem.query_starts) * problem.seq_lens)
-    problem.options["mask"][keys[0] + 20 : keys[0] + 40] ^= True  # those of its second row
+    problem.options["mask"][keys[0] + 20 : keys[0] + 40] ^= True  # the second row of the second sequence
     after, _ = run(problem, backend="cpu")
     changed = (before != after).any(axis=(1, 2))
     assert changed.nonzero()[0].tolist() == [first_row_of_second + 1]
