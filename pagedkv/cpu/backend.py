@@ -29,7 +29,8 @@ def write_kv(call: WriteCall) -> None:
 
 
 @made_once(most=1)
-def _attention() -> Any:
+def _load_attention() -> Any:
+    """The module that plans and runs attention; importing it imports numba."""
     from .attention import plan
 
     return plan
@@ -38,13 +39,13 @@ def _attention() -> Any:
 @with_default_float_env
 def attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
     """Run a call of decode_attention or prefill_attention."""
-    _attention().run_attention(call, out, lse)
+    _load_attention().run_attention(call, out, lse)
 
 
 @with_default_float_env
 def plan_attention(call: AttentionCall) -> AttentionPlan:
     """Plan a call of decode_attention or prefill_attention, and others like it."""
-    plan: AttentionPlan = _attention().plan_attention(call)
+    plan: AttentionPlan = _load_attention().plan_attention(call)
     return plan
 
 

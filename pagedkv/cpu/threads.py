@@ -197,7 +197,7 @@ def get_num_threads() -> int:
     return _state.count
 
 
-def run(
+def run_items(
     kernel: Callable[..., Any], num_items: int, args: tuple[Any, ...], *, estimate: float, owners: tuple[Any, ...] = ()
 ) -> None:
     """Call ``kernel(counter_address, num_items, *args)`` on some threads until the counter has reached num_items.

@@ -77,10 +77,10 @@ def test_a_shared_call_leaves_its_callers_processor_and_a_long_one_gives_it_back
     pagedkv.set_num_threads(2)
     for _ in range(2):  # the first one starts the worker, which adds itself
         seen.clear()
-        threads.run(kernel, 2, (), estimate=threads.ALONE_NS)
+        threads.run_items(kernel, 2, (), estimate=threads.ALONE_NS)
     allowed, ((of_worker, processor),) = seen.pop(threading.get_ident())[0], seen.values()
     assert processor in of_worker < allowed
     assert len(of_worker) == len(allowed) - 1
     seen.clear()
-    threads.run(kernel, 2, (), estimate=threads.PATIENCE_NS)
+    threads.run_items(kernel, 2, (), estimate=threads.PATIENCE_NS)
     assert [of_worker for of_worker, _ in seen.values()] == [allowed] * 2

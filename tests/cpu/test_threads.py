@@ -86,7 +86,7 @@ def test_the_estimate_says_who_works(num_items, estimate, num_workers, caller_wo
         together.wait(30)
 
     pagedkv.set_num_threads(3)
-    threads.run(kernel, num_items, (), estimate=estimate)
+    threads.run_items(kernel, num_items, (), estimate=estimate)
     counters, numbers, who = map(set, zip(*done, strict=True))
     assert len(counters) == 1
     assert numbers == {num_items}
@@ -102,18 +102,18 @@ def test_a_caller_who_has_done_all_waits_for_no_helper_that_has_not_begun():
         busy.release()
         go.wait(30)
 
-    other = threading.Thread(target=lambda: threads.run(keep_busy, 3, (), estimate=HANDED_OVER))
+    other = threading.Thread(target=lambda: threads.run_items(keep_busy, 3, (), estimate=HANDED_OVER))
     other.start()
     try:
         assert all(busy.acquire(timeout=30) for _ in range(3))
         for _ in range(9):
-            threads.run(lambda *_: done.append(threading.get_ident()), 5, (), estimate=SHARED)
+            threads.run_items(lambda *_: done.append(threading.get_ident()), 5, (), estimate=SHARED)
         assert done == [threading.get_ident()] * 9
         assert threads._state.pool().shares.qsize() <= 4  # what nobody comes to does not pile up
     finally:
         go.set()
         other.join()
-    threads.run(lambda *_: None, 3, (), estimate=HANDED_OVER)  # the workers come to it behind all else
+    threads.run_items(lambda *_: None, 3, (), estimate=HANDED_OVER)  # the workers come to it behind all else
     assert len(done) == 9, "helpers work for callers who have gone"
 
 
@@ -124,7 +124,7 @@ def test_a_call_that_is_interrupted_at_any_instant_ends_and_leaves_no_worker_mis
 
         def call(interrupt=interrupt):
             with contextlib.suppress(KeyboardInterrupt), interrupt:
-                threads.run(lambda counter, num_items: None, 4, (), estimate=estimate)
+                threads.run_items(lambda counter, num_items: None, 4, (), estimate=estimate)
 
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -140,7 +140,7 @@ def test_an_exception_in_a_worker_reaches_the_caller(estimate):
 
     pagedkv.set_num_threads(2)
     with pytest.raises(MemoryError, match="no scratch"):
-        threads.run(kernel, 4, (), estimate=estimate)
+        threads.run_items(kernel, 4, (), estimate=estimate)
 
 
 def test_ctrl_c_stops_the_workers_at_their_next_item():
@@ -156,7 +156,7 @@ def test_ctrl_c_stops_the_workers_at_their_next_item():
     pagedkv.set_num_threads(2)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        threads.run(kernel, 1000, (), estimate=HANDED_OVER)
+        threads.run_items(kernel, 1000, (), estimate=HANDED_OVER)
     count = len(items)
     assert 0 < count < 1000
     time.sleep(0.05)
@@ -182,7 +182,7 @@ def test_a_worker_whose_caller_does_not_wait_keeps_the_arrays_alive(monkeypatch)
     monkeypatch.setattr(threads._Share, "finish", interrupted)
     pagedkv.set_num_threads(1)
     with pytest.raises(KeyboardInterrupt):
-        threads.run(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
+        threads.run_items(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
     del cache
     assert alive() is not None
     go.set()
@@ -199,7 +199,7 @@ def test_an_idle_worker_keeps_no_arrays_alive(fails):
     cache = np.zeros(8)
     alive = weakref.ref(cache)
     with contextlib.suppress(MemoryError):
-        threads.run(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
+        threads.run_items(kernel, 1, (), estimate=HANDED_OVER, owners=(cache,))
     del cache
 
     def is_gone():
@@ -214,10 +214,10 @@ def test_an_idle_worker_keeps_no_arrays_alive(fails):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_has_workers_of_its_own():
     pagedkv.set_num_threads(2)
-    threads.run(lambda *_: None, 4, (), estimate=HANDED_OVER)
+    threads.run_items(lambda *_: None, 4, (), estimate=HANDED_OVER)
     if (child := os.fork()) == 0:
         signal.alarm(10)
-        threads.run(lambda *_: None, 4, (), estimate=HANDED_OVER)
+        threads.run_items(lambda *_: None, 4, (), estimate=HANDED_OVER)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 

@@ -21,7 +21,7 @@ from ...arrays import Array, address_of
 from ...calls import AttentionCall
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
-from ..threads import get_num_threads, run
+from ..threads import get_num_threads, run_items
 from .access import fetch_add, get_float, get_int32
 from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs, row_bytes_of
 from .flash import SPLIT, WorkItem, make_walk, merge_state
@@ -113,7 +113,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                     put_query(scratch, h * head_rows + r, R, query, q_kind, factor, head_dim, address(places))
             start_states(scratch, kv_heads * head_rows)
 
-            first = np.int64(get_int32(scratch.starts))
+            first = np.int64(get_int32(scratch.starts))  # of the earliest row: no other one sees a key before it
             start, stop = max(begin, first // TILE * TILE), min(begin + SPLIT, length)
             heads = WorkItem(
                 seq, table, first, first_kv_head, kv_heads, head_rows, head_dim, address(places), token_major
@@ -232,7 +232,7 @@ class DecodeLaunch(NamedTuple):
         if self.num_states:
             partial_acc = np.empty(self.num_states * (-(-head_dim // LANES) * LANES), np.float32)
             maxima, sums = np.empty((2, self.num_states), np.float32)
-        run(
+        run_items(
             self.kernel,
             self.splits.seq.size * groups,
             (

@@ -20,7 +20,7 @@ from ...arrays import Array, address_of
 from ...calls import AttentionCall
 from ...compiling.compile_thread import made_once
 from ..compile import compile_kernel
-from ..threads import run
+from ..threads import run_items
 from .access import fetch_add, get_int32
 from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs
 from .decode import GROUP_ROWS, DecodeLaunch, plan_few_tokens
@@ -99,7 +99,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
                 put_query(scratch, r, GROUP_ROWS, query, q_kind, factor, head_dim, address(places))
             start_states(scratch, num_rows)
 
-            first = np.int64(get_int32(scratch.starts))
+            first = np.int64(get_int32(scratch.starts))  # of the earliest row: no other one sees a key before it
             stop = min(length, first_position + num_tokens + options.window_right)
             heads = WorkItem(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
             if first < stop:  # padding may leave nothing
@@ -152,7 +152,7 @@ class PrefillLaunch(NamedTuple):
 
     def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
         """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
-        run(
+        run_items(
             self.kernel,
             self.chunks.seq.size * len(self.arguments.v_scale),
             (

@@ -78,7 +78,7 @@ def test_a_call_with_a_score_mod_is_taken_for_a_long_one(monkeypatch):
     """What it computes may take any time: an interrupt should not wait for it."""
     estimates = []
     for module in (prefill, decode):
-        monkeypatch.setattr(module, "run", lambda *args, estimate, **options: estimates.append(estimate))
+        monkeypatch.setattr(module, "run_items", lambda *args, estimate, **options: estimates.append(estimate))
     spec = Spec(seq_lens=(90,), query_lens=(90,))
     for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fading_parity}):
         run(build(spec.replace(**fields)))
