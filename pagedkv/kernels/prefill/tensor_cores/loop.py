@@ -19,7 +19,7 @@ from .copies import (
     make_row_and_piece,
 )
 from .products import make_fragment_offsets, make_multiply_keys, make_multiply_values
-from .softmax import make_logits, make_mask, make_softmax
+from .softmax import make_hide_unseen, make_logits, make_softmax
 from .tile import CHUNK, TileShape
 
 
@@ -44,7 +44,8 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
     )
     fragment_offsets, multiply_keys = make_fragment_offsets(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
-    logits, mask, softmax = make_logits(config, shape), make_mask(config, shape), make_softmax(config, shape)
+    logits, softmax = make_logits(config, shape), make_softmax(config, shape)
+    hide_unseen = make_hide_unseen(config, shape)
     wait_all = wait_but(0)
 
     @device_function
@@ -118,7 +119,7 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
             if uint32(first - span.unmasked) >= span.num_unmasked:
-                mask(registers, visible, shared, mine, warp, g)
+                hide_unseen(registers, visible, shared, mine, warp, g)
             softmax(registers, largest_exponent, unit)
             multiply_values(registers, offsets, uint32(v_tile + stage))
             first = uint32(first + KEYS)

@@ -77,33 +77,34 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
     return logits
 
 
-def make_mask(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``mask(registers, visible, shared, first, warp, g)``: -inf for keys that a row does not see.
+def make_hide_unseen(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``hide_unseen(registers, visible, shared, first, warp, g)``: unseen keys get -inf.
 
-    first is the lane's first key of the tile.
+    A row sees the keys of its window, up to its last one. `first` is the lane's first key of the tile. Calls with the
+    option `mask` never come here: they run on CUDA cores.
     """
     OF_ROWS, OF_ROW, PER_TILE = 2 * shape.row_tiles, 4 * shape.key_pairs, 8 * shape.key_pairs
     GROUP_SIZE, row_of, (_, load_item) = config.group_size, make_row_of(shape), make_item_store(shape.item_start)
 
     @device_function
-    def mask_score(n, i, s, low, width):
+    def hide_logit(n, i, s, low, width):
         at = i // 2 * PER_TILE + 4 * (n // 2) + 2 * (i % 2) + n % 2
         if uint32(int32(8 * (n // 2) + n % 2) - low) > width:
             s[at] = NONE
 
     @device_function
-    def mask_row(i, s, visible, item, first, warp, g):
+    def hide_in_row(i, s, visible, item, first, warp, g):
         row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
         position = uint32(item.context + uint32(row // uint32(GROUP_SIZE)))
         last = min(uint32(position + visible.right), uint32(item.seq_len - 1))
         low = uint32(max(int32(int32(position) - int32(visible.window - 1)), int32(0)))
-        for_each(mask_score, OF_ROW, (i, s, int32(int32(low) - int32(first)), uint32(last - low)))
+        for_each(hide_logit, OF_ROW, (i, s, int32(int32(low) - int32(first)), uint32(last - low)))
 
     @device_function
-    def mask(registers, visible, shared, first, warp, g):
-        for_each(mask_row, OF_ROWS, (registers.s, visible, load_item(shared), first, warp, g))
+    def hide_unseen(registers, visible, shared, first, warp, g):
+        for_each(hide_in_row, OF_ROWS, (registers.s, visible, load_item(shared), first, warp, g))
 
-    return mask
+    return hide_unseen
 
 
 def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
@@ -255,9 +256,9 @@ def make_softmax_by_sums(config: TensorConfig, shape: TileShape) -> Any:
 def make_exponentials(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     """The device functions ``exponentiate(registers, largest_exponent, unit)``, ``rescale`` and ``round_p``.
 
-    These are `make_softmax` in three parts, for one tile of rows, while a product still reads P and adds to O:
-    exponentials stay in S until `round_p`, and `exponentiate` returns whether a pivot has moved, so that O needs
-    `rescale`.
+    Together they do for one tile of rows what `make_softmax` does in one call. The caller waits between them for a
+    product that still reads P and adds to O: `exponentiate` leaves exponentials in S and returns whether a pivot has
+    moved, then `rescale` is due for O, and `round_p` rounds the exponentials from S to P.
     """
     PAIRS, TOP = 4 * shape.key_pairs, top(config)
     pack = pack_of(config.q_kind)

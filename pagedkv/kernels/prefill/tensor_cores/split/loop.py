@@ -17,7 +17,7 @@ from ....device.source import device_function
 from ...config import TensorConfig
 from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
 from ..products import make_fragment_offsets, make_multiply_keys, make_multiply_values
-from ..softmax import make_logits, make_mask, make_softmax, make_softmax_by_sums
+from ..softmax import make_hide_unseen, make_logits, make_softmax, make_softmax_by_sums
 from ..tile import CHUNK_DIMS
 from .rows import make_rows
 from .shape import PIECE, PartShape
@@ -40,7 +40,7 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
     convert_rows = make_convert_rows(config, shape)
     fragment_offsets, multiply_keys = make_fragment_offsets(shape), make_multiply_keys(config, shape)
     begin_values, multiply_values = make_multiply_values(config, shape)
-    logits, mask = make_logits(config, shape), make_mask(config, shape)
+    logits, hide_unseen = make_logits(config, shape), make_hide_unseen(config, shape)
     softmax = (make_softmax_by_sums if shape.watches_sums else make_softmax)(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
@@ -122,7 +122,7 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
             mine = uint32(first + uint32(t << 1))
             logits(registers, options, mine)
             if uint32(first - span.unmasked) >= span.num_unmasked:
-                mask(registers, visible, shared, mine, uint32(0), g)
+                hide_unseen(registers, visible, shared, mine, uint32(0), g)
             softmax(registers, largest_exponent, unit)
             wait_one()
             if IS_FP8 and THROUGH_SHARED:

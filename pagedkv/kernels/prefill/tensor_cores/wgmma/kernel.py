@@ -22,7 +22,7 @@ from ....device.source import KernelSource, device_function
 from ...config import TensorConfig
 from ..copies import make_copy_query, make_copy_rows, make_find_row, make_negate_query
 from ..kernel import kernel_of
-from ..softmax import make_exponentials, make_logits, make_mask
+from ..softmax import make_exponentials, make_hide_unseen, make_logits
 from ..tile import CHUNK
 from .products import make_descriptors, make_products, make_waits
 from .shape import PANEL_CHUNKS, ROWS, WARPS, WgmmaShape
@@ -43,7 +43,7 @@ def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
     find_row, copy_rows = make_find_row(config, shape), make_copy_rows(config, shape)
     (rows_at, values_at), (multiply_keys, multiply_values) = make_descriptors(shape), make_products(config, shape)
     wait_keys, wait_keys_first, wait_values = make_waits(config, shape)
-    logits, mask = make_logits(config, shape), make_mask(config, shape)
+    logits, hide_unseen = make_logits(config, shape), make_hide_unseen(config, shape)
     exponentiate, rescale, round_p = make_exponentials(config, shape)
     wait_all = wait_but(0)
 
@@ -71,7 +71,7 @@ def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
         mine = uint32(first + uint32(uint32(lane & 3) << 1))
         logits(registers, options, mine)
         if uint32(first - span.unmasked) >= span.num_unmasked:
-            mask(registers, visible, shared, mine, warp, uint32(lane >> 2))
+            hide_unseen(registers, visible, shared, mine, warp, uint32(lane >> 2))
         return exponentiate(registers, largest_exponent, unit)
 
     @device_function
