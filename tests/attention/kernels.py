@@ -57,8 +57,13 @@ class Kernel:
     @property
     def edge(self) -> int:
         """The number of tokens after which a kernel goes on in another split, partition or tile."""
-        edges = {"cpu": CPU_SPLIT, "v1": PARTITION, "v2": PARTITION, "split": SHORTEST_SPLIT, "wgmma": 128}
-        return 64 if self.kernel == "prefill" or (self.is_prefill and self.kernel == "cpu") else edges[self.kernel]
+        edges = {"v1": PARTITION, "v2": PARTITION, "split": SHORTEST_SPLIT, "prefill": 64, "wgmma": 128}
+        return edges.get(self.kernel) or (256 if self.is_prefill else CPU_SPLIT)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a call takes long: prefill in the emulator."""
+        return self.is_prefill and self.kernel != "cpu"
 
     def build(self, **fields: Any) -> Problem:
         """A problem for this kernel; without fields, its usual batch."""

@@ -49,7 +49,7 @@ def assert_same_elsewhere(kernel: Kernel, open_device, expected, **fields):
     strided = "halves" if spec.is_fp8 or spec.layout == "vllm" else "strided"
     ways = [
         ([2, 0], {"placement_seed": 5, "layout": layout, "strides": strided}),
-        ([last, 1, 0, *((2, 0) if kernel in CPU else ())], {"placement_seed": 6, "strides": "halves"}),
+        ([last, 1, 0, *((2, 0) if kernel.kernel == "cpu" else ())], {"placement_seed": 6, "strides": "halves"}),
     ]
     for order, others in ways:
         other, rows = batch_of(spec, order, **others, **fields)
@@ -59,10 +59,10 @@ def assert_same_elsewhere(kernel: Kernel, open_device, expected, **fields):
 
 @each_kernel(*ALL, *WITH_OPTIONS, STAGES_OF_16, long=LONG)
 def test_the_bits_are_the_same_in_any_batch_placement_layout_and_schedule(kernel, open_device):
-    if kernel.is_prefill and kernel not in CPU:  # which take their time
+    if kernel.is_slow:
         kernel = kernel.replace("one KV head", num_kv_heads=1)
     expected = kernel.attend(kernel.build(), open_device)
-    for i in (0, 2) if kernel.is_prefill and kernel not in CPU else range(len(kernel.spec.seq_lens)):
+    for i in (0, 2) if kernel.is_slow else range(len(kernel.spec.seq_lens)):
         alone, rows = batch_of(kernel.spec, [i])
         device = open_device(seed=1 + i, global_race=True) if open_device else None
         result = kernel.attend(kernel.build(**alone), device=device)
@@ -70,8 +70,8 @@ def test_the_bits_are_the_same_in_any_batch_placement_layout_and_schedule(kernel
     assert_same_elsewhere(kernel, open_device, expected)
 
 
-# (kernel, block size): another compile each.
 def sized(kernels, *sizes):
+    """The kernels for other block sizes, each of which is another compile on a device."""
     return tuple(kernel.replace(f"P{size}", block_size=size) for kernel in kernels for size in sizes)
 
 
