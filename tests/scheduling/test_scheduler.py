@@ -351,7 +351,7 @@ def test_a_failed_copy_leaves_no_findable_block_with_wrong_contents(monkeypatch)
         serve(scheduler, cache)
     cache.pin("a", SYSTEM[:8])
     scheduler.add(SYSTEM[:8], 1)
-    monkeypatch.setattr(cache._stacks, "copy", lambda copies: [][0])
+    monkeypatch.setattr(cache._layer_caches, "copy", lambda copies: [][0])
     with pytest.raises(IndexError):
         scheduler.schedule()
     assert cache.find([40] * 4) == 0

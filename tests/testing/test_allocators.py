@@ -161,7 +161,7 @@ class CacheMachine(AllocatorMachine):
     def start(self, num_blocks, block_size):
         sizes = {"block_size": block_size, "num_kv_heads": 1, "head_dim": 8}
         self.cache = PagedKVCache(num_layers=1, num_blocks=num_blocks, **sizes)
-        self.cache._stacks.copy = lambda copies: [self.copy_block(*pair) for pair in copies.tolist()]
+        self.cache._layer_caches.copy = lambda copies: [self.copy_block(*pair) for pair in copies.tolist()]
         self.found = 0
 
     def add(self, tokens):
