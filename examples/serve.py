@@ -1,9 +1,9 @@
 """An OpenAI-style server over a paged KV cache, on 127.0.0.1 unless you say otherwise.
 
-    pip install "pagedkv[serve]"      (starlette and uvicorn)
+    pip install -e ".[serve]"      (starlette and uvicorn)
     python examples/serve.py
     curl -N http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 60, "stream": true}'
-    python examples/serve.py --model Qwen/Qwen3-0.6B      (needs "pagedkv[serve,transformers]")
+    python examples/serve.py --model Qwen/Qwen3-0.6B      (needs the extra transformers, too)
 
 It serves `/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for
 Prometheus; and `/`, a live picture of the pool. Requests share common prefixes, run together, and are computed by one
@@ -20,12 +20,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pagedkv
+from pagedkv.extras import pip_install
+
 try:
     import uvicorn
 except ModuleNotFoundError:
-    raise SystemExit('the server needs starlette and uvicorn: pip install -e ".[serve]"') from None
+    raise SystemExit(f"the server needs starlette and uvicorn: {pip_install('serve')}") from None
 
-import pagedkv
 from generate import number
 from server.admission import Admission
 from server.app import Server
@@ -94,9 +96,7 @@ def build(args: argparse.Namespace) -> Server:
         try:
             from server.hugging_face import hugging_face  # imported here because it imports torch
         except ImportError as error:
-            raise SystemExit(
-                f'--model needs torch and transformers: pip install -e ".[transformers]" ({error})'
-            ) from None
+            raise SystemExit(f"--model needs torch and transformers: {pip_install('transformers')} ({error})") from None
 
         make, source = hugging_face, args.model
     else:

@@ -15,6 +15,7 @@ from . import __version__
 from .compiling.progress import is_terminal
 from .cpu.threads import get_num_threads
 from .errors import BackendUnavailableError
+from .extras import pip_install
 
 # The module of each bench, and what it measures. Only the chosen one is imported: others may need missing packages.
 BENCHES = {
@@ -135,7 +136,7 @@ def _run(
     try:
         if drawing and find_spec("matplotlib") is None:
             raise BackendUnavailableError(
-                'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"'
+                f"plots are drawn by matplotlib, which is not installed: {pip_install('plot')}"
             )
         rows = module.run(progress=progress, **options)
     except KeyboardInterrupt as interruption:

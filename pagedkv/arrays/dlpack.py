@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 from .argument import DeviceArgument
 from .shadow import Metadata, metadata_of
 
@@ -37,8 +38,7 @@ class DlpackArray(DeviceArgument):
             from cuda.core.utils import StridedMemoryView
         except ImportError:
             raise BackendUnavailableError(
-                f"{self.name} only speaks DLPack, which needs cuda-core: "
-                "pip install 'pagedkv[cu13]' (or [cu12] for CUDA 12)"
+                f"{self.name} only speaks DLPack, which needs cuda-core: {pip_install('cu13')} (or [cu12] for CUDA 12)"
             ) from None
         try:
             view = StridedMemoryView.from_dlpack(self.array, stream or _LEGACY_STREAM)

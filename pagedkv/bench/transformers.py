@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cpu.threads import get_num_threads, set_num_threads
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 from .contest import interleaved, on_host
 from .report import Row
 
@@ -20,7 +21,7 @@ try:
     from transformers.generation import ContinuousBatchingConfig
 except ModuleNotFoundError as error:
     raise BackendUnavailableError(
-        f'bench transformers needs torch and transformers: pip install "pagedkv[transformers]" ({error})'
+        f"bench transformers needs torch and transformers: {pip_install('transformers')} ({error})"
     ) from error
 
 from ..integrations.transformers import Engine, PagedCache, use_pagedkv

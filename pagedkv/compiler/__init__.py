@@ -11,10 +11,9 @@ from importlib.util import find_spec
 import numpy as np
 
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 
-INSTALL = (
-    'pip install "pagedkv[cu13]" or "pagedkv[cu12]" on a machine with a GPU, and "pagedkv[emulator]" on one without'
-)
+INSTALL = f"{pip_install('cu13')} (or [cu12] for CUDA 12, [emulator] without a GPU)"
 
 if find_spec("numba_cuda") is None:
     raise BackendUnavailableError(f"CUDA kernels are compiled by numba-cuda, which is not installed: {INSTALL}")

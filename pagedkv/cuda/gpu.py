@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 
 # The default stream by its own name: an environment variable can redefine 0.
 LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
@@ -38,7 +39,7 @@ def bindings() -> tuple[Any, Any]:
     if int(status) == 0 and version < 1000 * major:
         raise BackendUnavailableError(
             f"the CUDA driver is for CUDA {version // 1000}.{version % 1000 // 10}, and the CUDA {major} packages are "
-            f'installed: install {wanted}, or pip install "pagedkv[cu12]"'
+            f"installed: install {wanted}, or {pip_install('cu12')}"
         )
     (status,) = driver.cuInit(0)
     if int(status) != 0:

@@ -18,6 +18,7 @@ from ..compiling.private_folder import RefusedError, require_private
 from ..cpu.threads import get_num_threads
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 from .driver import LIBRARY, Driver, find_driver
 
 Row = dict[str, Any]
@@ -124,7 +125,7 @@ def _import_cpu_backend() -> None:
 
 def _import_extra(module: str, extra: str, ours: str | None = None) -> str | None:
     if find_spec(module) is None:
-        return f'pip install "pagedkv[{extra}]"'
+        return pip_install(extra)
     import_module(ours or module)
     return None
 
@@ -138,7 +139,7 @@ def _missing_for_gpu(driver: Driver | str | None) -> str | None:
     if not driver.gpus:
         return "a GPU: the driver finds none; see CUDA_VISIBLE_DEVICES"
     if find_spec("numba_cuda") is None:
-        return f'pip install "pagedkv[{driver.extra}]"'
+        return pip_install(driver.extra)
     import_module("..cuda.driver", __package__).capabilities()
     _compiler()
     return None
@@ -146,6 +147,6 @@ def _missing_for_gpu(driver: Driver | str | None) -> str | None:
 
 def _missing_for_emulator() -> str | None:
     if find_spec("numba_cuda") is None:
-        return 'pip install "pagedkv[emulator]"'
+        return pip_install("emulator")
     _compiler()
     return None

@@ -7,10 +7,11 @@ result, and checks any function or allocator.
 from importlib.util import find_spec
 
 from ..errors import BackendUnavailableError
+from ..extras import pip_install
 
 if find_spec("hypothesis") is None:
     raise BackendUnavailableError(
-        'pagedkv.testing draws problems with Hypothesis, which is not installed: pip install "pagedkv[testing]"'
+        f"pagedkv.testing draws problems with Hypothesis, which is not installed: {pip_install('testing')}"
     )
 
 from .allocators import AllocatorMachine

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import pagedkv
 from pagedkv import cache
 from pagedkv.cpu import threads
+from pagedkv.extras import pip_install
 
 from ..support.strategies import long
 
@@ -338,7 +339,7 @@ def test_the_server_says_what_to_install():
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         1,
-        'the server needs starlette and uvicorn: pip install -e ".[serve]"\n',
+        f"the server needs starlette and uvicorn: {pip_install('serve')}\n",
     )
 
 

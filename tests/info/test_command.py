@@ -8,6 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from pagedkv import BackendUnavailableError
+from pagedkv.extras import pip_install
 from pagedkv.info import command
 from pagedkv.info.driver import Driver
 
@@ -52,8 +53,8 @@ def test_a_gpu_without_packages_names_the_extra_for_its_driver(tables, monkeypat
     facts, uses = tables()
     assert facts["CUDA driver"] == "for CUDA 12.8"
     assert facts["GPU 0"] == "NVIDIA H100, compute capability 9.0, 80.0 GiB"
-    assert uses["CuPy and torch arrays, on a GPU"] == 'pip install "pagedkv[cu12]"'
-    assert uses['backend="emulator"'] == 'pip install "pagedkv[emulator]"'
+    assert uses["CuPy and torch arrays, on a GPU"] == pip_install("cu12")
+    assert uses['backend="emulator"'] == pip_install("emulator")
 
 
 def test_a_driver_without_gpus(tables, monkeypatch):
@@ -84,7 +85,7 @@ def test_extras_are_imported_and_not_only_found(tables, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "no_such_package" else "found")
     uses = tables()[1]
     assert uses["JSON"] == uses["bad"] == "OSError: libcudart.so is missing"
-    assert uses["torch tensors"] == 'pip install "pagedkv[torch]"'
+    assert uses["torch tensors"] == pip_install("torch")
 
 
 def failing(*args):

@@ -150,7 +150,7 @@ RULES = {
     "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
     "kernels are device code": Rule(ours("kernels"), ours(*TOP - {"kernels"}), ()),
     "the compiler knows kernels, and what keeps them": Rule(
-        ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "environment", "errors")
+        ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "environment", "errors", "extras")
     ),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),

@@ -16,6 +16,7 @@ from pagedkv import reference
 from pagedkv.__main__ import main
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.errors import BackendUnavailableError
+from pagedkv.extras import pip_install
 from pagedkv.testing import Spec
 from pagedkv.testing.fuzzing import checks
 from pagedkv.testing.fuzzing import command as fuzz
@@ -311,5 +312,5 @@ def test_without_hypothesis_one_line_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        'pagedkv.testing draws problems with Hypothesis, which is not installed: pip install "pagedkv[testing]"'
+        f"pagedkv.testing draws problems with Hypothesis, which is not installed: {pip_install('testing')}"
     ]

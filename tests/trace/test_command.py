@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagedkv.__main__ import main
+from pagedkv.extras import pip_install
 from pagedkv.trace import command, log_normal, plot, simulate
 from pagedkv.trace.managers import Paged
 
@@ -121,9 +122,7 @@ def test_a_missing_matplotlib_is_reported_first(monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: None)
     monkeypatch.setattr(command, "simulate", lambda *_: pytest.fail("it runs"))
     assert main(["trace", *SMALL, "--plot", "x.png"]) == 1
-    assert capsys.readouterr().err == (
-        'plots are drawn by matplotlib, which is not installed: pip install "pagedkv[plot]"\n'
-    )
+    assert capsys.readouterr().err == f"plots are drawn by matplotlib, which is not installed: {pip_install('plot')}\n"
 
 
 class Drawn:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ...arrays.torch_tensor import from_numpy
 from ...errors import BackendUnavailableError
+from ...extras import pip_install
 from ..contest import Call
 from ..report import Row
 
@@ -273,6 +274,6 @@ def open_gpu(copy_bytes: int = COPY_BYTES) -> Gpu:
 
         return CupyGpu(cupy, copy_bytes)
     raise BackendUnavailableError(
-        'arrays on the GPU are made by CuPy, pip install "pagedkv[cu13]" or "pagedkv[cu12]", or by torch with CUDA; '
-        f"there is neither. Without a GPU, {ELSEWHERE}"
+        f"arrays on the GPU are made by CuPy or by torch with CUDA, and there is neither: {pip_install('cu13')} (or "
+        f"[cu12] for CUDA 12). Without a GPU, {ELSEWHERE}"
     )

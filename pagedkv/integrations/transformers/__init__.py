@@ -1,4 +1,4 @@
-"""Models of transformers on pagedkv: ``pip install "pagedkv[transformers]"``.
+"""Models of transformers on pagedkv, which need the extra ``transformers``.
 
 Nothing in pagedkv imports it: torch and transformers come with it.
 """

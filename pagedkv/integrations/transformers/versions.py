@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module, metadata
 
+from ...extras import pip_install
+
 # The range of versions whose PagedAttentionCache and Cache paged.py and cache.py can read.
 OLDEST, BEFORE = (5, 20), (5, 24)
 
@@ -18,7 +20,7 @@ def require_transformers() -> str:
     ImportError
         The integration does not support the installed version of transformers.
     """
-    remedy = 'pip install "pagedkv[transformers]"'
+    remedy = pip_install("transformers")
     for name in ("torch", "transformers"):
         try:
             import_module(name)

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from ...arrays import host_view
 from ...errors import BackendUnavailableError
-
-_EXTRAS = {"torch": '"pagedkv[torch]"', "cupy": '"pagedkv[cu13]" or "pagedkv[cu12]"'}
+from ...extras import pip_install
 
 
 class Arrays:
@@ -48,8 +47,9 @@ class Arrays:
         try:
             self._module = import_module(name)
         except ModuleNotFoundError as error:
+            install = pip_install("torch") if name == "torch" else f"{pip_install('cu13')} (or [cu12] for CUDA 12)"
             raise ModuleNotFoundError(
-                f"array_module {name} cannot be imported ({error}): pip install {_EXTRAS[name]}", name=error.name
+                f"array_module {name} cannot be imported ({error}): {install}", name=error.name
             ) from error
         self._is_torch = name == "torch"
         # Later arrays go to the same device, even if another one is current then.

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.extras import pip_install
 from pagedkv.info import command
 from pagedkv.integrations.transformers.versions import BEFORE, OLDEST, require_transformers
 
-REMEDY = 'pip install "pagedkv[transformers]"'
+REMEDY = pip_install("transformers")
 
 
 @pytest.mark.parametrize("version", ["5.20.0", "5.23.1", "5.23.0.dev0"])
