@@ -163,17 +163,21 @@ def test_links_are_found():
     assert "the-empty-cases" in anchors(ROOT / "docs" / "words.md")
 
 
-def missing_places(text):
-    """Paths in the second column of a table that are not in the package."""
-    places = re.findall(r"`([\w/]+(?:\.py|/))`", text.partition("|---|---|")[2])
+def missing_places(heading, folder, text):
+    """Paths in the table under a heading that are not in a folder."""
+    table = text.split(f"\n## {heading}\n")[1].split("\n## ")[0].partition("|---|---|")[2]
+    places = re.findall(r"`([\w/]+(?:\.py|/))`", table)
     assert places
-    return [place for place in places if not (ROOT / "pagedkv" / place).exists()]
+    return {place for place in places if not (ROOT / folder / place).exists()}
 
 
-def test_contributing_names_rooms_that_are_there():
-    where_to_look = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to look")[1].split("\n## ")[0]
-    assert missing_places(where_to_look) == []
-    assert missing_places(where_to_look.replace("memory/pool.py", "memory/pond.py")) == ["memory/pond.py"]
+def test_contributing_names_files_that_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert missing_places("Where to look", "pagedkv", text) == set()
+    assert missing_places("Where a promise is tested", "tests", text) == set()
+    moved = text.replace("memory/pool.py", "memory/pond.py").replace("test_commit.py", "test_comet.py")
+    assert missing_places("Where to look", "pagedkv", moved) == {"memory/pond.py"}
+    assert missing_places("Where a promise is tested", "tests", moved) == {"test_comet.py"}
 
 
 def test_every_page_is_in_a_contents_list():
