@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config
+from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config, seen_bytes
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -24,7 +24,63 @@ EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bflo
 )
 def test_the_shape_of_a_model(tmp_path, config, expected):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json")) == expected
+    assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json"))
+    assert read_config(str(tmp_path)).shape == expected
+
+
+# Models of 4 or 6 layers; transformers' own configuration classes read them so.
+WINDOWS = [
+    ({}, [None] * 4),
+    ({"sliding_window": 24}, [24] * 4),
+    ({"sliding_window": 24, "use_sliding_window": False}, [None] * 4),
+    ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}, [24, None] * 2),
+    ({"sliding_window": 24, "model_type": "gemma2"}, [24, None] * 2),
+    ({"sliding_window": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6}, [24] * 5 + [None]),
+]
+
+
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS)
+def test_the_windows_of_a_model(tmp_path, changes, windows):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4} | changes))
+    assert read_config(str(tmp_path)).windows == windows
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2", "cohere2"])
+def test_windows_are_those_that_transformers_reads(tmp_path, name):
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name)
+    config.save_pretrained(tmp_path)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if config.sliding_window else ""] * 99
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert read_config(str(tmp_path)).windows == windows[: config.num_hidden_layers]
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "size", "seen"),
+    [
+        # What is in sight of Gemma 3 27B and of GPT-OSS 20B, and of a small model in blocks of 16 and 8.
+        ((62, 16, 128, 6, 1024), 32768, 16, 2982.5 * 2**20),
+        ((24, 8, 64, 2, 128), 32768, 16, 771.375 * 2**20),
+        ((6, 2, 32, 6, 24), 354, 16, 311_296),
+        ((6, 2, 32, 6, 24), 354, 8, 266_240),
+    ],
+)
+def test_how_much_of_a_sequence_is_in_sight(config, tokens, size, seen):
+    layers, heads, dim, every, window = config
+    windows = [None if (i + 1) % every == 0 else window for i in range(layers)]
+    dtype = "float32" if dim == 32 else "bfloat16"
+    shape = {"num_layers": layers, "num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
+    assert seen_bytes(tokens, windows, size, **shape) == seen
+
+
+def test_what_is_in_sight_and_what_fits(tmp_path, capsys):
+    config = LLAMA | {"num_key_value_heads": 8, "sliding_window": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["kv-bytes", "--config", str(tmp_path), "--num-tokens", "32768", "--memory", "10GiB", "--json"]
+    assert main(words) == 0
+    _, row = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["GiB"], row["GiB in sight"], row["sequences"]) == (4.0, 65 * 16 * 2**17 / 2**30, 2)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +92,10 @@ def test_the_shape_of_a_model(tmp_path, config, expected):
         ("{}", "it has no num_hidden_layers, num_key_value_heads, head_dim"),
         (json.dumps(LLAMA | {"hidden_size": "4096"}), "hidden_size must be an int, got str"),
         (json.dumps(LLAMA | {"kv_lora_rank": 512}), "its attention is MLA"),
+        (
+            json.dumps(LLAMA | {"sliding_window": 8, "layer_types": ["full_attention"]}),
+            "layer_types must have 32 entries",
+        ),
         (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
         ("[" * 100_000, "maximum recursion depth exceeded"),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**3999}), "the K and V take more than 2**63 bytes"),
