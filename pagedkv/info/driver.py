@@ -51,10 +51,10 @@ def find_driver() -> Driver | None:
     major, rest = divmod(version.value, 1000)
     _call(library, "cuInit", 0)
     _call(library, "cuDeviceGetCount", ctypes.byref(count))
-    return Driver((major, rest // 10), [_gpu(library, ordinal) for ordinal in range(count.value)])
+    return Driver((major, rest // 10), [_describe_gpu(library, ordinal) for ordinal in range(count.value)])
 
 
-def _gpu(library: Any, ordinal: int) -> str:
+def _describe_gpu(library: Any, ordinal: int) -> str:
     name, num_bytes = ctypes.create_string_buffer(256), ctypes.c_size_t()
     major, minor = ctypes.c_int(), ctypes.c_int()
     _call(library, "cuDeviceGetName", name, len(name), ordinal)

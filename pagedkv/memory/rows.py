@@ -165,7 +165,7 @@ class SequenceRows:
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
 
     def plan_pin(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
-        """Start a sequence of the found blocks alone: its handle, its length, and what to store."""
+        """Plan a sequence of the blocks that a prompt finds, and no others: its handle, its length and the writes."""
         [row], [seq], writes = self.handles.plan_issue(1)
         if self.chains is None or prompt.tokens is None:
             raise ValueError("a pin keeps what can be found, and a cache with prefix_cache=False finds nothing")

@@ -33,6 +33,7 @@ class HostProblem(BenchProblem):
 
     @property
     def length(self) -> int:
+        """Tokens of each sequence."""
         return self.cell.seq_lens[0]
 
     def tokens(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -219,6 +219,7 @@ class Order:
         warps = f.warp_in_cta[: f.num_threads]
 
         def rows(threads: np.ndarray) -> np.ndarray:
+            """What each of these threads knew of every thread of the block, (threads, all threads)."""
             known = seen[warps[threads]][:, warps]
             np.maximum(known, synced[threads][:, None], out=known, where=warps == warps[threads][:, None])
             if matrix is not None:

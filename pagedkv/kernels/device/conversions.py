@@ -86,6 +86,7 @@ def unpack(kind: str, hardware_fp8: bool = False) -> Any:
 
 
 def _widen(kind: str, hardware_fp8: bool) -> Callable[[Any, Any], list[Any]]:
+    """The function that emits instructions for the float32 values of a word's elements."""
     widen: dict[str, Callable[[Any, Any], list[Any]]] = {
         "float32": lambda builder, word: [builder.bitcast(word, F32)],
         "float16": _floats_of_halves,

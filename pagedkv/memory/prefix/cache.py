@@ -349,9 +349,9 @@ class PrefixCache:
         ]
 
     def emit(self) -> None:
-        """Call the listener with each event, and raise the first of its exceptions at the end.
+        """Call the listener with each event, and raise the first of its exceptions after the last event.
 
-        An event is dropped once the listener has returned: one that an interrupt cuts short is delivered again.
+        An event for which it raises an exception counts as delivered; one that an interrupt cuts short comes again.
         """
         if self._listener is None or not self._outbox[0]:
             return

@@ -116,7 +116,7 @@ def run(
                 progress("")
                 raise SystemExit(
                     f"{turn.operation} failed after {counts.total()} problems with seed {seed}: {turn.said}\n"
-                    f"{_written(script, turn.script)}"
+                    f"{_write_script(script, turn.script)}"
                 )
             minutes_left, seconds = divmod(max(0, round(end - time.time())), 60)
             left = f"{minutes_left}:{seconds:02} left"
@@ -150,8 +150,8 @@ def play(backend: str, seed: int, number: int, end: float) -> Turn:
     return Turn(case.operation, found.num_examples, said, script(spec, said, moved=moved, **changes))
 
 
-def _written(path: str, text: str) -> str:
-    """Write the script, to another place if necessary, since a failure may have taken hours to find."""
+def _write_script(path: str, text: str) -> str:
+    """Write the script and say how to run it; a temporary file takes it if `path` cannot be written."""
     try:
         Path(path).write_text(text)
     except OSError as error:

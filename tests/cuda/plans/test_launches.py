@@ -14,13 +14,13 @@ def launched(cuda):
     return [call for call in cuda.calls if call[0] == "launch"]
 
 
-@pytest.mark.parametrize("fails", [2, 3])
-def test_a_kernel_that_cannot_be_loaded_leaves_nothing_launched(cuda, monkeypatch, fails):
-    prefill, load, turns = prefill_of(InterfaceArray, 64), cuda.ObjectCode.from_cubin, []
+@pytest.mark.parametrize("failing_load", [2, 3])
+def test_a_kernel_that_cannot_be_loaded_leaves_nothing_launched(cuda, monkeypatch, failing_load):
+    prefill, load, loads = prefill_of(InterfaceArray, 64), cuda.ObjectCode.from_cubin, []
 
     def from_cubin(*args, **kwargs):
-        turns.append(args)
-        if len(turns) == fails:
+        loads.append(args)
+        if len(loads) == failing_load:
             raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
         return load(*args, **kwargs)
 

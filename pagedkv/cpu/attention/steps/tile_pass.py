@@ -122,7 +122,7 @@ def _emit_steps(
             in_groups(emit, builder.add(done, code.times(whole, count)), count // 2)
 
     def steps_of_staged_tile(first: Value, count: int) -> None:
-        """All steps for some groups: the tile stays in L1."""
+        """Emit every step for some groups before the next groups: the tile stays in L1."""
 
         def one(n: Value) -> None:
             t = code.times(n, step_tokens)

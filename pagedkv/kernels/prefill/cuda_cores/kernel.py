@@ -77,11 +77,11 @@ class Mask(NamedTuple):
 
 @device_function
 def is_hidden(mask, key):
-    """Whether the mask hides a key, counted from its beginning; what is not in the mask is hidden."""
-    where = key >> mask.shift
-    if where >= mask.num_bytes:
+    """Whether the mask hides its entry `key`, counted over the rows of all sequences; it hides all past its end."""
+    byte = key >> mask.shift
+    if byte >= mask.num_bytes:
         return True
-    bit = int64(load_1(mask.address + where)) >> (key & ((int64(1) << mask.shift) - 1))
+    bit = int64(load_1(mask.address + byte)) >> (key & ((int64(1) << mask.shift) - 1))
     return bit & 1 == 0
 
 

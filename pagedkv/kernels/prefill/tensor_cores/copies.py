@@ -198,17 +198,18 @@ def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
 def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_rows(place, cache, block, position, has_chunk)``: start copying a tile.
 
-    place is where the thread's chunk of its first row goes; block and position come from `find_row`.
+    place is where the thread's chunk of its first row goes; block and position come from `find_row`. Each lane looks up
+    one row, and hands its offset to the other lanes that copy chunks of that row.
     """
     ROWS, WIDE, shuffle = shape.rows_of_thread, config.wide, shuffle_among(4 if shape.in_pairs else shape.lanes)
     row_offset, copy_row = make_row_offset(config.wide, config.vector_bytes), make_copy_row(config, shape)
 
     @device_function
     def copy_one(i, place, cache, offset, has_chunk):
-        mine = shuffle(uint32(offset), uint32(i))
+        of_row = shuffle(uint32(offset), uint32(i))
         if WIDE:
-            mine = int64(shuffle(uint32(offset >> 32), uint32(i))) << 32 | int64(mine)
-        copy_row(i, place, cache, mine, has_chunk)
+            of_row = int64(shuffle(uint32(offset >> 32), uint32(i))) << 32 | int64(of_row)
+        copy_row(i, place, cache, of_row, has_chunk)
 
     @device_function
     def copy_rows(place, cache, block, position, has_chunk):
