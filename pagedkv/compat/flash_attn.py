@@ -8,6 +8,7 @@ from one of FlashAttention 2, whose order of arguments differs: give all that fo
 from __future__ import annotations
 
 from functools import partial
+from operator import index
 from typing import Any
 
 import torch
@@ -18,12 +19,29 @@ from ..operations.attention import attend, prefill_attention
 from ..operations.caches import write_kv
 from ..operations.rotary import apply_rotary
 from ..validation.attention import attention_call
+from .arguments import in_words, require_int32, require_tensors
 from .ragged import as_blocks, behind_padding
 
 FP8_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+_WORDS = {
+    **{"block_tables": "block_table", "scale": "softmax_scale", "window": "window_size", "window_right": "window_size"},
+    **{"k_scale": "k_descale", "v_scale": "v_descale", "query_starts": "cu_seqlens_q", "leftpad": "cache_leftpad"},
+}
+_WORDS_OF_CACHES = {
+    **_WORDS,
+    **{
+        "seq_lens": "cache_seqlens",
+        "cos": "rotary_cos",
+        "sin": "rotary_sin",
+        "positions": "positions from cache_seqlens on",
+    },
+    **{"interleaved": "rotary_interleaved", "slots": "block_table or cache_batch_idx"},
+}
+_WORDS_OF_RAGGED = {**_WORDS, "seq_lens": "cu_seqlens_k or seqused_k"}
 
 
 @between_graphs
+@in_words(_WORDS_OF_CACHES)
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -121,6 +139,8 @@ def flash_attn_with_kvcache(
     torch.Size([1, 1, 8, 64])
     """
     _refuse(refused)
+    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes)
+    require_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin, k_descale=k_descale, v_descale=v_descale)
     _require_no_grad(q, k_cache, v_cache, k, v)
     if page_table is not None:
         if block_table is not None:
@@ -132,21 +152,29 @@ def flash_attn_with_kvcache(
             f"num_kv_heads, head_dim), got {tuple(q.shape)} and {tuple(k_cache.shape)}"
         )
     batch_size, seqlen, num_heads, head_dim = q.shape
-    tables = _tables(block_table, cache_batch_idx, batch_size, q.device)
+    tables = _tables(block_table, cache_batch_idx, batch_size, k_cache)
     if cache_seqlens is None:
         if k is not None:
             raise ValueError("cache_seqlens must say where k goes, got None")
         cache_seqlens = tables.shape[1] * k_cache.shape[1]
+    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
     lens = cache_seqlens
-    if not isinstance(lens, torch.Tensor):
-        lens = torch.full((batch_size,), lens, dtype=torch.int32, device=q.device)
+    require_int32("cache_seqlens", lens, (batch_size,))
+    if cache_leftpad is not None:
+        require_int32("cache_leftpad", cache_leftpad, (batch_size,))
     options = _options(causal, window_size, softcap, alibi_slopes, softmax_scale)
-    stored = _stored(k_cache, v_cache, k_descale, v_descale)
+    stored = _stored(k_cache, v_cache, k_descale, v_descale, batch_size)
     k_cache, v_cache = stored.pop("caches")
     write = None
     if k is not None:
         if v is None or (rotary_cos is None) != (rotary_sin is None):
             raise ValueError("k needs v, and rotary_cos needs rotary_sin")
+        if k.dim() != 4 or len(k) != batch_size or k.shape != v.shape:
+            raise ValueError(
+                f"k and v must have shape ({batch_size}, seqlen_new, num_kv_heads, head_dim), "
+                f"got {tuple(k.shape)} and {tuple(v.shape)}"
+            )
         where_new = _new_slots(k, tables, lens, k_cache.shape[1])
         rotation = {}
         if rotary_cos is not None:
@@ -166,8 +194,10 @@ def flash_attn_with_kvcache(
         del options["causal"], options["window_right"]  # there is no later key
         arguments = AttentionArguments(rows, k_cache, v_cache, tables, lens, **options, **stored, return_lse=True)
     else:
-        tables, lens, options["leftpad"] = _behind_padding(tables, lens, seqlen, k_cache.shape[1], cache_leftpad)
-        starts = torch.arange(0, batch_size * seqlen + 1, seqlen, dtype=torch.int32, device=q.device)
+        tables, lens, options["leftpad"] = _behind_padding(
+            tables, lens, seqlen, k_cache.shape[1], cache_leftpad, "cache_seqlens"
+        )
+        starts = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen
         arguments = AttentionArguments(
             rows, k_cache, v_cache, tables, lens, starts, ragged=True, **options, **stored, return_lse=True
         )
@@ -180,6 +210,7 @@ def flash_attn_with_kvcache(
 
 
 @between_graphs
+@in_words(_WORDS_OF_RAGGED)
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -248,17 +279,25 @@ def flash_attn_varlen_func(
     torch.Size([7, 8, 64])
     """
     _refuse(refused)
+    require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, k_descale=k_descale, v_descale=v_descale)
     _require_no_grad(q, k, v)
-    if dropout_p:
+    if not isinstance(dropout_p, (int, float)) or dropout_p:
         raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: pagedkv has no dropout")
     options = _options(causal, window_size, softcap, alibi_slopes, softmax_scale)
-    stored = _stored(k, v, k_descale, v_descale)
+    require_int32("cu_seqlens_q", cu_seqlens_q, (None,))
+    batch_size, name = len(cu_seqlens_q) - 1, "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    if seqused_k is not None:
+        require_int32("seqused_k", seqused_k, (batch_size,))
+    if cu_seqlens_k is not None or block_table is None or seqused_k is None:
+        require_int32("cu_seqlens_k", cu_seqlens_k, (batch_size + 1,))
+    stored = _stored(k, v, k_descale, v_descale, batch_size)
     k, v = stored.pop("caches")
     if block_table is None:
-        k, v, tables, lens = as_blocks(k, v, cu_seqlens_k, seqused_k)
+        k, v, tables, lens = as_blocks(k, v, cu_seqlens_k, seqused_k, "cu_seqlens_k")
     else:
+        require_int32("block_table", block_table, (batch_size, None))
         tables, lens = block_table, cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    tables, lens, options["leftpad"] = _behind_padding(tables, lens, cu_seqlens_q.diff(), k.shape[1], None)
+    tables, lens, options["leftpad"] = _behind_padding(tables, lens, cu_seqlens_q.diff(), k.shape[1], None, name)
     out, lse = prefill_attention(q, k, v, tables, lens, cu_seqlens_q, **options, **stored, return_lse=True)
     return (out, lse.t().contiguous(), None) if return_attn_probs else out
 
@@ -281,7 +320,7 @@ def _refuse(arguments: dict[str, Any]) -> None:
     for name, value in arguments.items():
         if name not in _REASONS:
             raise TypeError(f"there is no argument {name}, neither in FlashAttention 2 nor in FlashAttention 3")
-        if value is not None and value != _DEFAULTS.get(name):
+        if value is not None and (isinstance(value, torch.Tensor) or value != _DEFAULTS.get(name)):
             raise ValueError(f"{name} must not be given: {_REASONS[name]}")
 
 
@@ -292,7 +331,10 @@ def _require_no_grad(*tensors: Any) -> None:
 
 def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, scale: float | None) -> dict[str, Any]:
     """Convert options to those of pagedkv.prefill_attention."""
-    left, right = window_size
+    try:
+        left, right = map(index, window_size)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"window_size must be two ints, got {window_size!r}") from error
     return {
         "causal": causal,
         "window": left + 1 if left >= 0 else None,
@@ -303,7 +345,7 @@ def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, 
     }
 
 
-def _stored(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> dict[str, Any]:
+def _stored(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any, batch_size: int) -> dict[str, Any]:
     """How the caches are stored, and `caches`, of fp8 as their bytes."""
     kv_dtype = FP8_NAMES.get(k_cache.dtype)
     if kv_dtype is None:
@@ -315,47 +357,62 @@ def _stored(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> dict[
     return {
         "caches": (k_cache.view(torch.uint8), v_cache.view(torch.uint8)),
         "kv_dtype": kv_dtype,
-        "k_scale": _scale("k_descale", k_descale),
-        "v_scale": _scale("v_descale", v_descale),
+        "k_scale": _scale("k_descale", k_descale, batch_size),
+        "v_scale": _scale("v_descale", v_descale, batch_size),
     }
 
 
-def _scale(name: str, descale: Any) -> Any:
+def _scale(name: str, descale: Any, batch_size: int) -> Any:
     """Read the scale of each KV head from (batch_size, num_kv_heads) equal rows."""
-    if descale is None or descale.dim() < 2:
-        return descale
+    if descale is None or descale.dim() == 1 or not batch_size:
+        return descale if batch_size else None
+    if descale.dim() != 2 or len(descale) != batch_size:
+        raise ValueError(f"{name} must have shape ({batch_size}, num_kv_heads), got {tuple(descale.shape)}")
     # A row that is repeated by expand() is seen without reading it, also on a GPU.
     if descale.stride(0) != 0 and bool((descale != descale[:1]).any()):
         raise ValueError(f"{name} must be the same for all sequences, which share blocks of one cache")
     return descale[0].contiguous()
 
 
-def _tables(block_table: Any, cache_batch_idx: Any, batch_size: int, device: Any) -> Any:
+def _tables(block_table: Any, cache_batch_idx: Any, batch_size: int, k_cache: Any) -> Any:
     """The block table; a contiguous cache is one whose sequences have one block each."""
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError("cache_batch_idx is for contiguous caches: give it or block_table")
+        require_int32("block_table", block_table, (batch_size, None))
         return block_table
+    rows = len(k_cache)
     if cache_batch_idx is None:
-        cache_batch_idx = torch.arange(batch_size, dtype=torch.int32, device=device)
+        if rows < batch_size:
+            raise ValueError(f"k_cache must have a row for each of {batch_size} sequences, got {rows}")
+        return torch.arange(batch_size, dtype=torch.int32, device=k_cache.device)[:, None]
+    require_int32("cache_batch_idx", cache_batch_idx, (batch_size,))
+    if not cache_batch_idx.is_cuda and bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
+        raise IndexError(f"cache_batch_idx must be rows of k_cache in 0..{rows - 1}, got {cache_batch_idx.tolist()}")
     return cache_batch_idx[:, None]
 
 
-def _behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int, leftpad: Any) -> tuple[Any, Any, Any]:
+def _behind_padding(
+    tables: Any, lens: Any, query_lens: Any, block_size: int, leftpad: Any, name: str
+) -> tuple[Any, Any, Any]:
     """Tables, lengths and padding, of sequences with fewer keys than queries as `behind_padding` says."""
     if lens.is_cuda or bool((lens >= query_lens).all()):
         return tables, lens, leftpad
-    before = lens
+    if leftpad is not None and bool(((leftpad < 0) | (leftpad > lens)).any()):
+        raise ValueError(f"cache_leftpad must be in 0..cache_seqlens, got {leftpad.tolist()} for {lens.tolist()} keys")
     query_lens = torch.as_tensor(query_lens, dtype=torch.int32).broadcast_to(lens.shape)
-    tables, lens, padding = behind_padding(tables.numpy(), lens.numpy(), query_lens.numpy(), block_size)
-    return tables, lens, padding if leftpad is None else padding + leftpad.numpy().clip(max=before.numpy())
+    tables, lens, padding = behind_padding(tables.numpy(), lens.numpy(), query_lens.numpy(), block_size, name)
+    return tables, lens, padding if leftpad is None else padding + leftpad.numpy()
 
 
 def _new_slots(k: Any, tables: Any, lens: Any, block_size: int) -> tuple[Any, Any]:
     """The slots and positions of k, which follows the tokens of the cache."""
     num_new, room = k.shape[1], tables.shape[1] * block_size
-    if not lens.is_cuda and bool((lens + num_new > room).any()):
-        raise ValueError(f"cache_seqlens must leave room for {num_new} new tokens of {room}, got {lens.tolist()}")
+    if not lens.is_cuda and bool(((lens < 0) | (lens > room - num_new)).any()):
+        raise ValueError(
+            f"cache_seqlens must be at least 0, and leave room for {num_new} new tokens of {room}, the tokens of a row "
+            f"of block_table or of the cache, got {lens.tolist()}"
+        )
     positions = lens[:, None] + torch.arange(num_new, dtype=torch.int32, device=lens.device)
     blocks = tables.gather(1, (positions // block_size).long())
     return (blocks.long() * block_size + positions % block_size).reshape(-1), positions.reshape(-1)

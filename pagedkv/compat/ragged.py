@@ -8,23 +8,22 @@ import numpy as np
 import torch
 
 
-def as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, Any, Any]:
+def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[Any, Any, Any, Any]:
     """View ragged keys and values as blocks; return them, the block tables, and the lengths of the sequences.
 
     A block is as long as the starts of the sequences allow: one token, or a whole slot where all slots are alike.
+    `name` is what the caller calls the starts.
     """
     if starts is None:
-        raise ValueError("cu_seq_k must say where each sequence begins where block_table is not given, got None")
+        raise ValueError(f"{name} must say where each sequence begins where block_table is not given, got None")
     begin = starts.numpy()
     room = np.diff(begin)
     lens = room if used is None else used.numpy()
     num_tokens = min(len(key), len(value))
     if not len(begin) or begin[0] < 0 or (room < 0).any() or begin[-1] > num_tokens:
-        raise ValueError(
-            f"cu_seq_k must never decrease, in 0..{num_tokens}, the tokens of key and value, got {begin.tolist()}"
-        )
+        raise ValueError(f"{name} must never decrease, in 0..{num_tokens}, the tokens of k and v, got {begin.tolist()}")
     if lens.shape != room.shape or (lens > room).any():
-        raise ValueError(f"seqused_k must be at most the tokens between cu_seq_k, {room.tolist()}, got {lens.tolist()}")
+        raise ValueError(f"seqused_k must be at most the tokens between {name}, {room.tolist()}, got {lens.tolist()}")
     if not begin[-1]:  # a block that no sequence reads
         key, value, begin = key.new_zeros(1, *key.shape[1:]), value.new_zeros(1, *value.shape[1:]), begin + 1
     block_size = int(np.gcd.reduce(begin))
@@ -35,11 +34,18 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any) -> tuple[Any, Any, A
     return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
 
 
-def behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int) -> tuple[Any, Any, Any]:
+def behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int, name: str) -> tuple[Any, Any, Any]:
     """Tables, lengths and padding of sequences that would have fewer keys than queries, which sit at their last keys.
 
-    Blocks that nobody sees, in front of such a sequence, have room for its first queries.
+    Blocks that nobody sees, in front of such a sequence, have room for its first queries. `name` is what the caller
+    calls the lengths, which are checked here, since those that come out fit the tables that come out.
     """
+    room = tables.shape[1] * block_size
+    if len(tables) != len(lens) or ((lens < 0) | (lens > room)).any():
+        raise ValueError(
+            f"{name} must be lengths in 0..{room}, the tokens of a row of block_table, one for each of its "
+            f"{len(tables)} rows, got {lens.tolist()}"
+        )
     in_front = -(-np.maximum(query_lens - lens, 0) // block_size)
     width = int((in_front - (-lens // block_size)).max())
     columns = np.arange(1, width + 1) - in_front[:, None]

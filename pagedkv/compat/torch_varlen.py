@@ -12,9 +12,14 @@ from typing import Any
 import torch
 
 from ..operations.attention import prefill_attention
+from .arguments import in_words
 from .ragged import as_blocks, behind_padding
 
 OLDEST, BEFORE = (2, 13), (2, 15)
+_WORDS = {
+    **{"q": "query", "k_cache": "key", "v_cache": "value", "block_tables": "block_table"},
+    **{"query_starts": "cu_seq_q", "seq_lens": "seqused_k or cu_seq_k"},
+}
 
 
 def register() -> None:
@@ -73,6 +78,7 @@ def _forward_into(out: Any, *args: Any, **options: Any) -> Any:
     return _attend(*args, **options, out=out)[1]
 
 
+@in_words(_WORDS)
 def _attend(
     query: Any,
     key: Any,
@@ -108,7 +114,7 @@ def _attend(
         if x is not None and x.dtype != torch.int32:
             raise TypeError(f"{name} must have dtype torch.int32, got {x.dtype}")
     if block_table is None:
-        key, value, block_table, lens = as_blocks(key, value, cum_seq_k, seqused_k)
+        key, value, block_table, lens = as_blocks(key, value, cum_seq_k, seqused_k, "cu_seq_k")
     elif seqused_k is None:
         raise ValueError("seqused_k must say how many tokens each sequence has where block_table is given, got None")
     else:
@@ -125,7 +131,8 @@ def _attend(
         query_lens = cum_seq_q.diff().numpy()
         if query_lens.shape != lens.shape or not (query_lens > lens.numpy()).any():
             raise
-        padded = behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1])
+        name = "cu_seq_k" if seqused_k is None else "seqused_k"
+        padded = behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1], name)
         block_table, lens, options["leftpad"] = padded
         result, lse = prefill_attention(query, key, value, block_table, lens, cum_seq_q, **options)
     return result, torch.from_numpy(lse.numpy().T.copy())  # torch takes longer to transpose so few

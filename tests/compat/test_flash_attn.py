@@ -162,6 +162,7 @@ def test_varlen_meets_dense_attention(lens, causal, window_size, page, seed):
 
 Q, CACHE, NEW = torch.zeros(1, 2, 4, D), torch.zeros(1, 8, HKV, D), torch.zeros(1, 2, HKV, D)
 LENS, ANGLES = torch.tensor([3]).int(), torch.ones(9, D // 2)
+PAIR, ROWS, FULL_AND_SHORT = Q.repeat(2, 1, 1, 1), torch.zeros(2, 1).int(), torch.tensor([9, 1]).int()
 REFUSED = [
     ({"qv": Q}, "qv must not be given: pagedkv has no second query for a latent V (MLA)"),
     ({"q_descale": torch.ones(1, 2)}, "q_descale must not be given"),
@@ -172,7 +173,33 @@ REFUSED = [
     ({"rotary_cos": ANGLES, "rotary_sin": ANGLES}, "v, rotary_cos and rotary_sin need k"),
     ({"k": NEW, "cache_seqlens": LENS}, "k needs v, and rotary_cos needs rotary_sin"),
     ({"k": NEW, "v": NEW}, "cache_seqlens must say where k goes, got None"),
-    ({"k": NEW, "v": NEW, "cache_seqlens": 7}, "cache_seqlens must leave room for 2 new tokens of 8, got [7]"),
+    (
+        {"k": NEW, "v": NEW, "cache_seqlens": 7},
+        "cache_seqlens must be at least 0, and leave room for 2 new tokens of 8",
+    ),
+    ({"k": NEW, "v": NEW, "cache_seqlens": -1}, "cache_seqlens must be at least 0"),
+    ({"k": NEW, "v": NEW[:, :1], "cache_seqlens": LENS}, "k and v must have shape (1, seqlen_new, num_kv_heads"),
+    ({"cache_seqlens": 3.7}, "cache_seqlens must be a tensor of torch.int32, got float"),
+    ({"cache_seqlens": LENS.long()}, "cache_seqlens must be a tensor of torch.int32, got torch.int64"),
+    ({"cache_seqlens": 9}, "cache_seqlens must be in 0..max_blocks * block_size = 0..8"),
+    ({"q": PAIR, "cache_seqlens": FULL_AND_SHORT, "block_table": ROWS}, "cache_seqlens must be lengths in 0..8"),
+    (
+        {"q": PAIR, "cache_seqlens": ROWS[:, 0], "block_table": ROWS[:1]},
+        "block_table must have shape (2, n), got (1, 1)",
+    ),
+    ({"q": PAIR}, "k_cache must have a row for each of 2 sequences, got 1"),
+    ({"q": PAIR, "cache_batch_idx": LENS}, "cache_batch_idx must have shape (2,), got (1,)"),
+    ({"cache_batch_idx": LENS}, "cache_batch_idx must be rows of k_cache in 0..0, got [3]"),
+    ({"cache_leftpad": LENS.long()}, "cache_leftpad must be a tensor of torch.int32"),
+    (
+        {"cache_seqlens": 1, "cache_leftpad": LENS - 4},
+        "cache_leftpad must be in 0..cache_seqlens, got [-1] for [1] keys",
+    ),
+    ({"cache_seqlens": 1, "cache_leftpad": LENS}, "cache_leftpad must be in 0..cache_seqlens, got [3] for [1] keys"),
+    ({"block_table": LENS[:, None].numpy()}, "block_table must be a tensor of torch.int32, got ndarray"),
+    ({"window_size": (3.5, 0)}, "window_size must be two ints, got (3.5, 0)"),
+    ({"softmax_scale": "1"}, "softmax_scale must be a number, got str"),
+    ({"q": Q.numpy()}, "q must be a torch.Tensor, got ndarray"),
     ({"k_descale": torch.ones(1, HKV)}, "k_descale and v_descale are for caches of fp8"),
     ({"q": Q[0]}, "q must have shape (batch_size, seqlen, num_heads, head_dim)"),
     ({"k": NEW, "v": NEW, "cache_seqlens": LENS, "softcap": -1.0}, "softcap must be positive"),
@@ -183,10 +210,32 @@ REFUSED = [
 def test_what_cannot_be_honoured_is_refused_and_nothing_is_written(changes, message):
     k_cache, v_cache = CACHE.clone(), CACHE.clone()
     given = {"q": Q, **changes}
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError, IndexError), match=re.escape(message)):
         flash_attn_with_kvcache(given.pop("q"), k_cache, v_cache, **given)
     assert not k_cache.any()
     assert not v_cache.any()
+
+
+def test_no_queries():
+    assert flash_attn_with_kvcache(Q[:, :0], CACHE, CACHE, cache_seqlens=3).shape == (1, 0, 4, D)
+
+
+VARLEN = [
+    ({"cu_seqlens_q": None}, "cu_seqlens_q must be a tensor of torch.int32, got NoneType"),
+    ({"cu_seqlens_k": torch.tensor([0, 2])}, "cu_seqlens_k must be a tensor of torch.int32, got torch.int64"),
+    ({"cu_seqlens_k": torch.tensor([0, 1, 2]).int()}, "cu_seqlens_k must have shape (2,), got (3,)"),
+    ({"cu_seqlens_k": torch.tensor([2, 0]).int()}, "cu_seqlens_k must never decrease"),
+    ({"seqused_k": LENS}, "seqused_k must be at most the tokens between cu_seqlens_k, [2], got [3]"),
+    ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), VARLEN, ids=lambda x: x if isinstance(x, str) else None)
+def test_varlen_names_arguments_as_its_caller(changes, message):
+    starts = torch.tensor([0, 2]).int()
+    given = {"q": Q[0], "k": NEW[0], "v": NEW[0], "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        flash_attn_varlen_func(**given | changes)
 
 
 def test_hints_change_nothing_and_unknown_names_are_a_type_error():
@@ -207,5 +256,8 @@ def test_caches_of_fp8_have_scales_for_each_head():
     out = flash_attn_with_kvcache(Q + 0.1, codes, codes, cache_seqlens=5, k_descale=descale, v_descale=descale)
     wide = codes.float() * descale[0, :, None]
     torch.testing.assert_close(out, flash_attn_with_kvcache(Q + 0.1, wide, wide, cache_seqlens=5), atol=1e-5, rtol=1e-5)
+    two, differing = codes.repeat(2, 1, 1, 1), torch.tensor([[1.0, 1.0], [1.0, 2.0]])
     with pytest.raises(ValueError, match="must be the same for all sequences"):
-        flash_attn_with_kvcache(Q, codes, codes, k_descale=torch.tensor([[1.0, 1.0], [1.0, 2.0]]))
+        flash_attn_with_kvcache(PAIR, two, two, k_descale=differing)
+    with pytest.raises(ValueError, match=r"k_descale must have shape \(1, num_kv_heads\), got \(2, 2\)"):
+        flash_attn_with_kvcache(Q, codes, codes, k_descale=differing)

@@ -175,6 +175,8 @@ STARTS = torch.tensor([0, 3], dtype=torch.int32)
         ({"cu_seq_k": STARTS + 2}, ValueError, "cu_seq_k must never decrease, in 0..4, .* got [2, 5]"),
         ({"cu_seq_k": STARTS.flip(0)}, ValueError, "cu_seq_k must never decrease, in 0..4, .* got [3, 0]"),
         ({"cu_seq_q": STARTS.long()}, TypeError, "cu_seq_q must have dtype torch.int32, got torch.int64"),
+        ({"cu_seq_q": STARTS * 2}, ValueError, "cu_seq_q must end at or before num_tokens = 4, got 6"),
+        ({"value": torch.zeros(4, 2, 32)}, ValueError, "value must have shape"),
         ({"seqused_k": STARTS[1:] + 1}, ValueError, "seqused_k must be at most .* [3], got [4]"),
         ({"block_table": STARTS[None]}, ValueError, "seqused_k must say .* where block_table is given, got None"),
     ],
@@ -219,3 +221,12 @@ def test_a_second_registration_changes_nothing():
         q, k_cache, v_cache, pages["block_table"], pages["seqused_k"], starts, causal=False
     )
     assert torch.equal(native, expected)
+
+
+def test_a_length_past_the_table_is_refused_beside_a_sequence_with_few_keys():
+    q, pages, starts = torch.randn(6, 2, 64), torch.randn(2, 4, 2, 64), torch.tensor([0, 3, 6]).int()
+    tables = torch.tensor([[0], [1]]).int()
+    with pytest.raises(ValueError, match=re.escape("seqused_k must be lengths in 0..4")):
+        varlen_attn(q, pages, pages, starts, None, 3, 5, seqused_k=torch.tensor([5, 1]).int(), block_table=tables)
+    with pytest.raises(ValueError, match="one for each of its 1 rows"):
+        varlen_attn(q, pages, pages, starts, None, 3, 5, seqused_k=torch.tensor([4, 1]).int(), block_table=tables[:1])
