@@ -10,11 +10,17 @@ import sys
 from itertools import takewhile
 
 import numpy as np
-import torch
 
 import pagedkv
-from pagedkv.compat.flash_attn import flash_attn_with_kvcache
-from pagedkv.compat.paged_minimal import CacheManager
+
+try:
+    from pagedkv.compat.flash_attn import flash_attn_with_kvcache
+    from pagedkv.compat.paged_minimal import CacheManager
+except ModuleNotFoundError as error:
+    raise SystemExit(str(error)) from None
+
+import torch
+
 from tokenizer import END
 from transformer import load
 

@@ -151,7 +151,7 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layo
     if "leftpad" in views:
         require.shape("leftpad", views["leftpad"], "(num_seqs,)", (num_seqs,))
     if "mask" in views:
-        require.ndim("mask", views["mask"], "(n,)", 1)
+        require.ndim("mask", views["mask"], "(n,), the rows one after the other as ravel() gives them", 1)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
     if "out" in views:
         require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)

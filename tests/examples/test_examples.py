@@ -333,14 +333,20 @@ def test_ctrl_c_reports_and_exits_130() -> None:
     assert "Traceback" not in errors
 
 
-def test_the_server_says_what_to_install():
-    hidden = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
-    command = [sys.executable, "-c", hidden, str(EXAMPLES / "serve.py")]
+@pytest.mark.parametrize(
+    ("script", "missing", "extra", "said"),
+    [
+        ("serve.py", "uvicorn", "serve", "the server needs starlette and uvicorn: "),
+        ("paged_minimal.py", "torch", "torch", "pagedkv.compat takes tensors of torch, which cannot be imported "),
+    ],
+)
+def test_examples_say_what_to_install(script, missing, extra, said):
+    hidden = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", hidden, str(EXAMPLES / script)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        1,
-        f"the server needs starlette and uvicorn: {pip_install('serve')}\n",
-    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(said)
+    assert done.stderr.endswith(f": {pip_install(extra)}\n")
 
 
 def test_logits_that_are_not_finite_end_a_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:

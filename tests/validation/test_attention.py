@@ -337,7 +337,11 @@ PREFILL = [
         "leftpad must be in 0..seq_len, got 1 for sequence 2 of length 0",
     ),
     ({"mask": np.ones(70, np.int8)}, TypeError, "mask must have dtype bool, or uint8 for bits, got int8"),
-    ({"mask": np.ones((1, 70), bool)}, ValueError, "mask must have shape (n,), got (1, 70)"),
+    (
+        {"mask": np.ones((1, 70), bool)},
+        ValueError,
+        "mask must have shape (n,), the rows one after the other as ravel() gives them, got (1, 70)",
+    ),
     (
         {"mask": np.ones(69, bool)},
         ValueError,
