@@ -41,6 +41,8 @@ class _Wrapper:
         self.device = float_workspace_buffer.device
         self._layout: Any = kv_layout
         self._planned = False
+        self._starts: dict[str, Any] = {}
+        self._masks: dict[str, Any] = {}
 
     def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
         """Do nothing, since workspace buffers are not used."""
@@ -80,19 +82,54 @@ class _Wrapper:
         self._window_left, self._softcap = window_left, soft_cap or None
         self._scale = self._head_dim**-0.5 if sm_scale is None else sm_scale
 
-    def _run(
+    @between_graphs
+    def run(
         self,
-        operation: Any,
-        starts: Any,
         q: Any,
         paged_kv_cache: Any,
-        options: dict[str, Any],
-        scales: tuple[Any, Any, Any],
-        out: Any,
-        lse: Any,
-        return_lse: bool,
-        window_left: int | None,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Any = None,
     ) -> Any:
+        """Compute attention as planned.
+
+        Parameters
+        ----------
+        q : (tokens, num_qo_heads, head_dim) tensor
+        paged_kv_cache : tensor or pair of tensors
+        q_scale, k_scale, v_scale : float, optional
+            The first two multiply `sm_scale`, the last one the output.
+        out : tensor like q, optional
+        lse : (tokens, num_qo_heads) float32 tensor, optional
+            Where to write the LSE.
+        return_lse : bool
+            Also return the LSE, base 2.
+        enable_pdl
+            No result depends on it.
+        window_left : int, optional
+            The planned one.
+        sinks : (num_qo_heads,) float32 tensor, optional
+
+        Returns
+        -------
+        tensor, or (tensor, lse)
+
+        Raises
+        ------
+        RuntimeError
+            `plan` was not called.
+        TypeError, ValueError, IndexError
+            As in `pagedkv.decode_attention` and `pagedkv.prefill_attention`, and for tensors that are not as planned.
+        """
+        if args:
+            raise ValueError("run takes q and paged_kv_cache by position; what follows them is for jit_args")
         if not self._planned:
             raise RuntimeError("call plan before run")
         if q.dtype != self._q_dtype:
@@ -104,15 +141,18 @@ class _Wrapper:
         if window_left is not None and window_left != self._window_left:
             raise ValueError(f"window_left must be {self._window_left}, which was planned, got {window_left}")
         caches, stored = self._caches(paged_kv_cache)
-        q_scale, k_scale, v_scale = (1.0 if scale is None else float(scale) for scale in scales)
+        q_scale, k_scale, v_scale = (1.0 if x is None else float(x) for x in (q_scale, k_scale, v_scale))
         stored |= {"layout": self._layout, "max_seq_len": self._max_seq_len}
         options = {
-            **options,
+            **self._masks,
             "scale": self._scale * q_scale * k_scale,
             "softcap": self._softcap,
             "window": self._window_left + 1 if self._window_left >= 0 else None,
         }
-        where = {"block_tables": self._tables, "seq_lens": self._lens, **starts}
+        if sinks is not None:
+            options["sinks"] = sinks
+        where = {"block_tables": self._tables, "seq_lens": self._lens, **self._starts}
+        operation: Any = prefill_attention if self._starts else decode_attention
         result, logs = None, None
         if out is None and not return_lse:
             key = tuple((x.shape, x.stride(), x.dtype) for x in caches)
@@ -128,6 +168,12 @@ class _Wrapper:
         assert logs is not None
         logs.div_(LN2)
         return result, logs if lse is None else lse.copy_(logs)
+
+    def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
+        """Call `run` with ``return_lse=True``."""
+        return self.run(q, paged_kv_cache, return_lse=True, **options)
+
+    forward = run
 
     def _caches(self, paged_kv_cache: Any) -> tuple[list[Any], dict[str, Any]]:
         """The K and V caches, and the options that say how they are stored."""
@@ -242,68 +288,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         starts = np.arange(len(self._lens_on_host) + 1, dtype=np.int32) * np.int32(q_len_per_req)
         on_device = starts if self.device.type == "cpu" else torch.from_numpy(starts).to(self.device)
         self._starts = {} if q_len_per_req == 1 else {"query_starts": on_device}
+        self._masks = {}
         self._planned = True
 
     begin_forward = plan
-
-    @between_graphs
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Any = None,
-    ) -> Any:
-        """Compute attention as planned.
-
-        Parameters
-        ----------
-        q : (batch_size * q_len_per_req, num_qo_heads, head_dim) tensor
-        paged_kv_cache : tensor or pair of tensors
-        q_scale, k_scale, v_scale : float, optional
-            The first two multiply `sm_scale`, the last one the output.
-        out : tensor like q, optional
-        lse : (tokens, num_qo_heads) float32 tensor, optional
-            Where to write the LSE.
-        return_lse : bool
-            Also return the LSE, base 2.
-        enable_pdl
-            No result depends on it.
-        window_left : int, optional
-            The planned one.
-        sinks : (num_qo_heads,) float32 tensor, optional
-
-        Returns
-        -------
-        tensor, or (tensor, lse)
-
-        Raises
-        ------
-        RuntimeError
-            `plan` was not called.
-        TypeError, ValueError, IndexError
-            As in `pagedkv.decode_attention`, and for tensors that are not as planned.
-        """
-        _require_no_more(args)
-        operation = prefill_attention if self._planned and self._starts else decode_attention
-        options = {} if sinks is None else {"sinks": sinks}
-        starts = self._starts if self._planned else {}
-        scales = q_scale, k_scale, v_scale
-        return self._run(operation, starts, q, paged_kv_cache, options, scales, out, lse, return_lse, window_left)
-
-    def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
-        """Call `run` with ``return_lse=True``."""
-        return self.run(q, paged_kv_cache, return_lse=True, **options)
-
-    forward = run
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
@@ -395,55 +383,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         self._planned = True
 
     begin_forward = plan
-
-    @between_graphs
-    def run(
-        self,
-        q: Any,
-        paged_kv_cache: Any,
-        *args: Any,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: Any = None,
-        lse: Any = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Any = None,
-    ) -> Any:
-        """Compute attention as planned.
-
-        Parameters
-        ----------
-        q : (tokens, num_qo_heads, head_dim) tensor
-        paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks
-            As in `BatchDecodeWithPagedKVCacheWrapper.run`.
-
-        Returns
-        -------
-        tensor, or (tensor, lse)
-
-        Raises
-        ------
-        RuntimeError
-            `plan` was not called.
-        TypeError, ValueError, IndexError
-            As in `pagedkv.prefill_attention`, and for tensors that are not as planned.
-        """
-        _require_no_more(args)
-        options = {**(self._masks if self._planned else {}), **({} if sinks is None else {"sinks": sinks})}
-        starts = self._starts if self._planned else {}
-        scales = q_scale, k_scale, v_scale
-        return self._run(
-            prefill_attention, starts, q, paged_kv_cache, options, scales, out, lse, return_lse, window_left
-        )
-
-    def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
-        """Call `run` with ``return_lse=True``."""
-        return self.run(q, paged_kv_cache, return_lse=True, **options)
-
-    forward = run
 
 
 # More arguments of plan for prefill: those on which no result depends, and those of multi-item scoring.
@@ -572,8 +511,3 @@ def _require_plain(pos_encoding_mode: str) -> None:
             f'pos_encoding_mode must be "NONE", got {pos_encoding_mode!r}: rotate with pagedkv.apply_rotary before, '
             "or pass alibi_slopes to pagedkv.prefill_attention"
         )
-
-
-def _require_no_more(args: tuple[Any, ...]) -> None:
-    if args:
-        raise ValueError("run takes q and paged_kv_cache by position; what follows them is for jit_args of FlashInfer")
