@@ -29,9 +29,9 @@ class Mirror:
 
     def __init__(self, arrays: Arrays, num_rows: int, num_columns: int) -> None:
         self._arrays = arrays
-        self._make(num_rows, num_columns)
+        self._make_arrays(num_rows, num_columns)
 
-    def _make(self, num_rows: int, num_columns: int) -> None:
+    def _make_arrays(self, num_rows: int, num_columns: int) -> None:
         device = self._arrays.zeros((num_rows, num_columns), np.dtype(np.int32))
         self._device, self._sent = device, np.full((num_rows, num_columns), _NOT_SENT, np.int32)
 
@@ -53,7 +53,7 @@ class Mirror:
         num_rows, num_columns = rows.shape
         width = max(num_columns, min_width)
         if num_rows > len(self._sent) or width > self._sent.shape[1]:
-            self._make(max(num_rows, len(self._sent)), max(width, self._sent.shape[1]))
+            self._make_arrays(max(num_rows, len(self._sent)), max(width, self._sent.shape[1]))
         sent, device = self._sent[:num_rows, :num_columns], self._device[:num_rows, :num_columns]
         changed = np.flatnonzero((sent != rows).any(axis=1))
         if len(changed):

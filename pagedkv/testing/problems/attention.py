@@ -261,7 +261,7 @@ def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng:
         slopes = (2.0 ** (-8.0 * (heads + 1) / spec.num_heads)).astype(np.float32)
         options["alibi_slopes"] = slopes * (np.array(ids, np.float32)[:, None] % 3 + 1) if spec.seq_slopes else slopes
     if spec.leftpad:
-        padding = [_of_seq(spec, seq_id).integers(0, n + 1) for seq_id, n in zip(ids, spec.seq_lens, strict=True)]
+        padding = [_rng_of(spec, seq_id).integers(0, n + 1) for seq_id, n in zip(ids, spec.seq_lens, strict=True)]
         options["leftpad"] = np.array(padding, np.int32)
     if spec.mask:
         options["mask"] = _mask(spec, ids, query_lens)
@@ -277,8 +277,8 @@ def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng:
     return options
 
 
-def _of_seq(spec: Spec, seq_id: int) -> np.random.Generator:
-    """What draws the options of a sequence."""
+def _rng_of(spec: Spec, seq_id: int) -> np.random.Generator:
+    """The random generator of the options of one sequence."""
     return np.random.default_rng([spec.seed, seq_id, 13])
 
 
@@ -286,7 +286,7 @@ def _mask(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...]) -> np.n
     """Half of the keys of each row, whatever the other rows are."""
     masks = []
     for seq_id, length, query_len in zip(ids, spec.seq_lens, query_lens, strict=True):
-        rows = _of_seq(spec, seq_id).random((length, length), np.float32)[length - query_len :]
+        rows = _rng_of(spec, seq_id).random((length, length), np.float32)[length - query_len :]
         shown = (rows < 0.5).ravel()
         masks.append(shown if spec.mask == "bool" else np.packbits(shown, bitorder="little"))
     return np.concatenate(masks)
