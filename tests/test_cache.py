@@ -74,7 +74,7 @@ def test_caches_are_views_of_one_allocation_each(array_module, layout, k_shape, 
         (np.dtype(np.float16), "fp8_e5m2", np.uint8, torch.uint8),
     ],
 )
-def test_dtypes(dtype, kv_dtype, numpy_dtype, torch_dtype):
+def test_caches_have_the_dtype_asked_for(dtype, kv_dtype, numpy_dtype, torch_dtype):
     assert make(dtype=dtype, kv_dtype=kv_dtype).k_caches[0].dtype == numpy_dtype
     assert make(dtype=dtype, kv_dtype=kv_dtype, array_module=torch).v_caches[-1].dtype == torch_dtype
 
@@ -163,7 +163,7 @@ def test_sequences_come_and_go():
     cache.check()
 
 
-def test_stats():
+def test_stats_count_blocks_tokens_and_bytes():
     cache = make()
     num_bytes = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches))
     assert cache.stats() == Stats(10, used=0, free=10, **dict.fromkeys(REST_OF_STATS, 0) | {"num_bytes": num_bytes})
@@ -193,7 +193,7 @@ def test_stats():
         cache.stats().used = 3
 
 
-def test_plot():
+def test_plot_shows_who_holds_each_block():
     cache = make()
     seq = cache.add(2 * P).seq
     cache.fork(cache.add(P).seq)

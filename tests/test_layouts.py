@@ -47,7 +47,7 @@ def test_extreme_sizes_are_fine(layout, block_size, head_dim):
         ),
     ],
 )
-def test_impossible_sizes(arguments, message):
+def test_impossible_sizes_are_refused(arguments, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         cache_shapes(*arguments)
     assert str(caught.value) == message
@@ -67,14 +67,14 @@ def test_impossible_sizes(arguments, message):
         (torch.float32, np.float32),
     ],
 )
-def test_storage_dtype(dtype, expected):
+def test_fp8_is_stored_as_bytes_and_other_dtypes_as_they_are(dtype, expected):
     assert storage_dtype(dtype, None) == np.dtype(expected)
     assert storage_dtype(dtype, "fp8_e4m3") == np.uint8
     assert storage_dtype(dtype, "fp8_e5m2") == np.uint8
 
 
 @pytest.mark.parametrize("dtype", [np.float64, "int32", np.uint8, torch.float64, None, float, ">f4", np.dtype(">f4")])
-def test_other_dtypes(dtype):
+def test_other_dtypes_are_refused(dtype):
     with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16, got "):
         storage_dtype(dtype, None)
 

@@ -59,7 +59,7 @@ def test_an_array_without_elements_is_on_any_device(monkeypatch):
     assert place("auto", [("x", x), ("nothing", nothing)])[0].ordinal == 1
 
 
-def test_across_sides():
+def test_only_calls_across_sides_mix_host_and_device():
     named = [("x", HOST), ("y", InterfaceArray(HOST)), ("z", torch.zeros(2))]
     with pytest.raises(
         ValueError, match=r"^all arrays of a call must be on one side, got y on a device and x on the host$"

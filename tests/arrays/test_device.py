@@ -145,7 +145,7 @@ def test_a_lazily_negated_tensor_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.uint8, ml_dtypes.float8_e5m2], ids=str)
 @pytest.mark.parametrize("version", [2, 3])
-def test_interface(dtype, version):
+def test_what_an_array_interface_says_of_an_array(dtype, version):
     x = view(dtype)
     shadow, ordinal = metadata("x", InterfaceArray(x, version=version), 0)
     assert ordinal == 0
@@ -321,7 +321,7 @@ class DlpackArray:
 @pytest.mark.parametrize(
     ("code", "bits", "dtype"), [(2, 32, np.float32), (2, 16, np.float16), (4, 16, BF16), (1, 8, np.uint8)]
 )
-def test_dlpack(code, bits, dtype):
+def test_what_dlpack_says_of_an_array_and_which_stream_it_gets(code, bits, dtype):
     array = DlpackArray(code, bits)
     assert identify("x", array).on_device
     shadow, ordinal = metadata("x", array, 0x77)

@@ -72,7 +72,7 @@ def test_tensor_that_requires_grad():
         assert tensor.requires_grad
 
 
-def test_numpy_subclass(tmp_path):
+def test_a_subclass_of_ndarray_is_viewed_without_a_copy(tmp_path):
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(3, 4))
     view = host_view("x", mapped)
     assert type(view) is np.ndarray
@@ -103,7 +103,7 @@ class DeviceArray:
     __cuda_array_interface__ = {"version": 3}  # noqa: RUF012
 
 
-def test_sides():
+def test_arrays_are_on_the_host_or_on_a_device():
     assert not identify("x", np.zeros(1)).on_device
     assert not identify("x", torch.zeros(1)).on_device
     assert identify("x", DeviceArray()).on_device

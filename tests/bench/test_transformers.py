@@ -3,7 +3,7 @@
 from pagedkv.bench import transformers
 
 
-def test_rows():
+def test_rows_compare_texts_and_times_with_sdpa():
     told = []
     rows = transformers.run(repeats=1, progress=told.append, quick=True)
     assert [row["transformers"] for row in rows] == ["continuous batching", "Engine", "generate"]

@@ -268,6 +268,6 @@ def test_a_file_of_another_form_is_linked_again(monkeypatch, content):
         (32, 1056, 0, (0, 0, 0)),
     ],
 )
-def test_occupancy(registers, num_threads, shared_bytes, blocks):
+def test_thread_blocks_that_fit_a_multiprocessor(registers, num_threads, shared_bytes, blocks):
     devices = [(8, 0), (9, 0), (10, 0)]
     assert tuple(occupancy(device, registers, num_threads, shared_bytes) for device in devices) == blocks

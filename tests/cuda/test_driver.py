@@ -347,7 +347,7 @@ def test_nothing_is_launched_between_the_copy_and_the_memset_of_a_report(cuda, m
 
 
 @pytest.mark.parametrize("call", [lambda device: device.take("report"), CudaDevice.release])
-def test_to_wait_during_a_capture_of_another_stream_says_what_to_do(cuda, call):
+def test_waiting_while_another_stream_is_captured_is_refused(cuda, call):
     device = cuda_device(1, 5)
     device.scratch("report", 40)
     device.scratch("tmp", 40)

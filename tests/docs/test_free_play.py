@@ -121,7 +121,7 @@ def drawn(page):
     return page.run("[...document.querySelectorAll('#pool-play .owner')].map((each) => each.textContent)")
 
 
-def test_play(page):
+def test_texts_share_blocks_and_freed_ones_are_found_again(page):
     """Two texts share a block, a fork copies one, and what is freed can still be found."""
     click(page, "Start again")
     assert news(page) == ["An empty pool", "8 blocks of 4 slots are free. 8 of 8 blocks are free or cached."]

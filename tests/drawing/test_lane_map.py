@@ -75,7 +75,7 @@ def test_only_so_many_rows():
         (np.where(LANES % 2, 128 * LANES, -1), 4, 16, 1),
     ],
 )
-def test_banks(offsets, size, wavefronts, fewest):
+def test_lanes_that_share_a_bank_take_more_wavefronts(offsets, size, wavefronts, fewest):
     for phase in (0, 32):
         one = access(offsets, size, phase=phase, space="shared")
         found, least = bank_wavefronts(one)

@@ -62,7 +62,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16, "uint8"])
 @pytest.mark.parametrize("name", VIEWS)
-def test_any_strides(copy_rows, name, dtype):
+def test_arrays_may_have_any_strides(copy_rows, name, dtype):
     view = VIEWS[name]
     large = LARGE.astype(dtype)
     offset = (view.__array_interface__["data"][0] - LARGE.__array_interface__["data"][0]) // 4
@@ -202,7 +202,7 @@ def test_a_writable_view_of_a_read_only_one(copy_rows):
     assert (x == 1).all()
 
 
-def test_empty_arrays(copy_rows):
+def test_an_empty_array_has_an_address_and_no_bytes(copy_rows):
     empty, x = np.zeros((2, 0), np.float32), np.zeros((2, 8), np.float32)
     with EmulatorDevice() as device:
         assert device.address("empty", empty)
@@ -273,7 +273,7 @@ def test_workspaces():
             launch(device, unknown.address, 0)
 
 
-def test_copies():
+def test_copies_from_and_to_the_host_stay_within_arrays():
     x = np.arange(16, dtype=np.int64)
     with EmulatorDevice() as device:
         address = device.address("x", x)

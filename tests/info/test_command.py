@@ -32,7 +32,7 @@ def tables(monkeypatch, tmp_path):
     return tables
 
 
-def test_this_machine(tables, tmp_path):
+def test_facts_and_uses_of_this_machine(tables, tmp_path):
     (tmp_path / "cpu").mkdir(mode=0o700)
     (tmp_path / "cpu" / "one.kernel").write_bytes(bytes(1_500_000))
     facts, uses = tables()

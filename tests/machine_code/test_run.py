@@ -19,7 +19,7 @@ def rows():
     return rows
 
 
-def test_rows(rows):
+def test_each_quick_variant_has_a_row_and_no_spills(rows):
     counted = [row for row in rows if "kernel" in row]
     assert [row["kernel"] for row in counted] == [variant.kernel for variant in quick_variants()]
     assert {row["kernel"] for row in counted} == set(WORK)
@@ -82,7 +82,7 @@ def test_helpers_move_what_they_need(rows):
             assert 1 <= row["written sectors"] <= 2
 
 
-def test_targets(rows):
+def test_quick_variants_reach_their_targets(rows):
     named = {row["target"]: row for row in targets([row for row in rows if "kernel" in row])}
     assert named == {row["target"]: row for row in rows if "target" in row}
     assert {"spill B", "stack B", "K sectors", "V sectors", "K load B", "external"} <= set(named)

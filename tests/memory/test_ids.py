@@ -8,7 +8,7 @@ from pagedkv.memory.ids import Tally
 
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.lists(st.integers(0, 6), max_size=12))
-def test_tally(first, second):
+def test_a_tally_counts_values_and_finds_their_last_places(first, second):
     tally = Tally(7)
     for values in (first, second):
         last, counts = tally(np.array(values, np.int64))

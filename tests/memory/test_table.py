@@ -92,7 +92,7 @@ def test_truncate_releases_the_blocks_past_the_end(table, length, num_blocks):
     table.check()
 
 
-def test_truncate_many(table):
+def test_many_sequences_are_truncated_in_one_call(table):
     seqs = [table.add(10), table.add(7), table.add(3)]
     table.truncate(seqs, [5, 7, 0])
     assert lens(table, seqs) == [5, 7, 0]

@@ -124,7 +124,7 @@ MUTANTS = [
         "an NHD cache is read with the strides of HND",
         'if layout == "NHD":\n        return Strides(',
         'if layout == "":\n        return Strides(',
-        ALONE + "test_group_sizes" + DECODE,
+        ALONE + "test_any_group_size_is_right" + DECODE,
     ),
     Mutant(
         "prefill: queries are one position too early",

@@ -72,7 +72,7 @@ def as_torch(x):
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
 
 
-def test_defaults(kernel):
+def test_what_options_are_by_default(kernel):
     out = decode()
     assert (out == 1).all()
     assert kernel.calls[0][1] is None, "no LSE"
@@ -164,7 +164,7 @@ def test_tensors_that_require_grad(kernel):
         },
     ],
 )
-def test_no_sequences(kernel, changes):
+def test_without_sequences_results_are_empty(kernel, changes):
     out, lse = decode(**changes, return_lse=True)
     assert out.shape == (0, HQ, D)
     assert lse.shape == (0, HQ)
@@ -175,7 +175,7 @@ def test_no_sequences(kernel, changes):
     assert not kernel.calls
 
 
-def test_no_tokens(kernel):
+def test_without_query_tokens_results_are_empty(kernel):
     assert prefill(q=np.zeros((0, HQ, D), np.float32), query_starts=np.zeros(B + 1, np.int32)).shape == (0, HQ, D)
     assert not kernel.calls
 
@@ -218,7 +218,7 @@ def fused():
         {"k_cache": np.zeros((N, P, HKV, D), np.float16), "v_cache": np.zeros((N, P, HKV, D), np.float16)},
     ],
 )
-def test_accepted(kernel, changes):
+def test_rare_but_valid_arguments_are_accepted(kernel, changes):
     assert (decode(**changes) == 1).all()
 
 

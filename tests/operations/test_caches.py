@@ -21,7 +21,7 @@ LAYOUTS = ["NHD", "HND", "vllm"]
 
 
 @given(write=write_specs())
-def test_write_oracle(write):
+def test_a_write_changes_its_slots_and_not_one_other_bit(write):
     """Every bit of the caches: what is written, what is skipped, and everything else."""
     check_write(write)
 
@@ -140,7 +140,7 @@ def test_writing_the_same_slot_twice_is_a_value_error_and_writes_nothing():
     assert k_cache.sum() == v_cache.sum() == 16
 
 
-def test_no_tokens():
+def test_a_write_of_no_tokens_changes_nothing():
     k_cache, v_cache = np.zeros((2, 4, 16, 2, 8), np.float32)
     k, v = np.ones((2, 0, 2, 8), np.float32)
     pagedkv.write_kv(k, v, k_cache, v_cache, np.zeros(0, np.int64))
@@ -150,7 +150,7 @@ def test_no_tokens():
 @pytest.mark.parametrize("strides", ["own", "halves", "strided"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_gather(kv_dtype, layout, strides):
+def test_gathered_tokens_are_those_of_the_reference(kv_dtype, layout, strides):
     kv_scales = "per head" if kv_dtype.startswith("fp8") else None
     lengths = (0, 1, 15, 16, 17, 90)
     problem = build(Spec(lengths, kv_dtype=kv_dtype, layout=layout, strides=strides, kv_scales=kv_scales))

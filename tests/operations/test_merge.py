@@ -87,7 +87,7 @@ def test_merging_keeps_nan_of_states_that_have_keys():
     assert np.isnan(lse).all()
 
 
-def test_no_rows():
+def test_states_without_rows_give_results_without_rows():
     out, lse = pagedkv.merge_states(np.zeros((2, 0, 4, 8), FLOATS["bfloat16"]), np.zeros((2, 0, 4), np.float32))
     assert out.shape == (0, 4, 8)
     assert lse.shape == (0, 4)

@@ -23,7 +23,7 @@ def out(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_the_table(capsys):
+def test_the_table_has_a_line_for_each_manager(capsys):
     head, requests, empty, columns, *lines = out(capsys, *SMALL, "--block-sizes", "16,4").splitlines()
     assert head.split() == ["requests", "mean", "prompt", "mean", "output", "longest", "memory"]
     assert requests.split()[0] == "20"

@@ -113,7 +113,7 @@ def test_configs_that_say_no_shape(tmp_path, text, message, capsys):
     assert line.endswith(": give --num-layers and so on")
 
 
-def test_the_command(tmp_path, capsys):
+def test_kv_bytes_of_a_model_on_the_command_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 8}))
     assert main(["kv-bytes", "--config", str(tmp_path), "--num-tokens", "1", "4096", "--json"]) == 0
     shape, one, many = json.loads(capsys.readouterr().out)["rows"]

@@ -19,7 +19,7 @@ def held(name, *sizes):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", QUICK)
-def test_outputs(name, cache):
+def test_a_peer_agrees_or_says_why_it_cannot_run(name, cache):
     result = held(name, cache, 4, 2, 64)
     if name not in result.samples:
         assert result.notes[name].endswith((NOT_INSTALLED, "no fp8 K and V", "float32 and float16 only, on the CPU"))

@@ -39,7 +39,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(run, "SUBJECTS", WITH_TORCH)
 
 
-def test_quick():
+def test_a_quick_run_has_a_row_for_each_subject():
     rows = run.run(repeats=1, quick=True, progress=lambda text: None)
     assert first_columns(rows) == ["threads", "decode", "peer", "peer", "prefill"]
     assert [row["note"] for row in rows[2:]] == [None] * 3

@@ -46,7 +46,7 @@ def of_cupy():
     return CupyGpu(module, NUM_BYTES), module
 
 
-def test_facts(of_torch, of_cupy):
+def test_facts_of_a_gpu_from_torch_and_cupy(of_torch, of_cupy):
     for (gpu, module), versions in (
         (of_torch, {"torch": "2.9", "CUDA": "13.0"}),
         (of_cupy, {"CuPy": "14.2", "CUDA": "13.1"}),
@@ -126,7 +126,7 @@ def test_both_read_on_the_current_stream(of_torch, of_cupy):
         assert (kernel.entry, grid, args, shared_bytes) == ("pagedkv_read", (2, 1, 1), (source, sums), 0)
 
 
-def test_events(of_torch, of_cupy):
+def test_events_of_torch_and_cupy_measure_milliseconds(of_torch, of_cupy):
     gpu, module = of_torch
     event = gpu.record()
     module.cuda.Event.assert_called_once_with(enable_timing=True)

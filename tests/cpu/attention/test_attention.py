@@ -20,7 +20,7 @@ def test_splits_are_where_the_tests_think_they_are():
 
 
 @each_kernel(*CPU)
-def test_group_sizes(kernel, open_device):
+def test_any_group_size_is_right(kernel, open_device):
     lengths = {"seq_lens": (90, 40), "query_lens": (9, 40)} if kernel.is_prefill else {"seq_lens": (SPLIT + 70, 3, 0)}
     for group_size in (1, 3, 5, 7, 8, 16, 48) if kernel.is_prefill else (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 48):
         problem = kernel.build(**lengths, group_size=group_size, num_kv_heads=3, scale=0.3)
@@ -28,7 +28,7 @@ def test_group_sizes(kernel, open_device):
 
 
 @each_kernel(*CPU_DECODE)
-def test_head_dims(kernel, open_device):
+def test_any_head_dim_is_right(kernel, open_device):
     step = kernel.spec.head_dim & -kernel.spec.head_dim  # those of the same kernel
     for head_dim in range(step, 513, 2 * step):
         problem = kernel.build(seq_lens=(67, 1), head_dim=head_dim, sinks=True)

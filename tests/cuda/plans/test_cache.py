@@ -294,7 +294,7 @@ def test_out_is_compared_with_the_inputs_each_time(validations, devices):
         decode(out=out, block_tables=shared[Q.nbytes - 8 :][: tables.nbytes].view(np.int32).reshape(B, M))
 
 
-def test_backwards_strides_are_spanned(devices, validations):
+def test_arrays_with_negative_strides_are_checked_for_overlap(devices, validations):
     both = np.zeros((2 * B, HQ, D), np.float16)
     decode(q=both[:B][::-1], out=both[B:][::-1])
     decode(q=both[B:][::-1], out=both[:B][::-1])

@@ -268,7 +268,7 @@ OTHERS = [(name, ((8, 0), (10, 0))[(i + shift) % 2]) for shift in (0, 1) for i, 
     [*((name, (9, 0)) for name in CASES), *OTHERS[: len(CASES)], *long(OTHERS[len(CASES) :])],
     ids=lambda x: x if isinstance(x, str) else f"sm{x[0]}{x[1]}",
 )
-def test_kernel(name, cc):
+def test_compiled_kernels_compute_what_numpy_does(name, cc):
     fn, args, want, tol = CASES[name]
     args = [a.copy() for a in args]
     kw = {"grid": (5, 3), "block": (8, 8)} if name == "transpose_2d" else {"grid": 1, "block": N}
@@ -279,7 +279,7 @@ def test_kernel(name, cc):
 @pytest.mark.parametrize(
     ("name", "tol"), [("exp", 3e-6), ("log_sqrt_sin", 1e-5), ("divide", 1e-4), ("libdevice", 1e-5)]
 )
-def test_fastmath(name, tol):
+def test_fastmath_stays_within_its_tolerance(name, tol):
     fn, args, want, _ = CASES[name]
     args = [a.copy() for a in args]
     run_arrays(fn, 1, N, *args, fastmath=True)

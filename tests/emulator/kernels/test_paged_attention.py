@@ -20,13 +20,13 @@ def kernel():
     ("cc", "fastmath"),
     [((8, 0), False), ((9, 0), True), ((10, 0), False), *long([((8, 0), True), ((9, 0), False), ((10, 0), True)])],
 )
-def test_matches_reference(cc, fastmath):
+def test_attention_matches_the_reference(cc, fastmath):
     p = Problem()
     np.testing.assert_allclose(p.run(build(cc=cc, fastmath=fastmath), global_race=True), p.reference(), atol=TOL)
 
 
 @pytest.mark.parametrize("lens", [(1,), (15, 16, 17), (0, 5), (128,), (7, 8, 9)])
-def test_lengths(kernel, lens):
+def test_all_lengths_match_the_reference(kernel, lens):
     p = Problem(lens=lens)
     np.testing.assert_allclose(p.run(kernel), p.reference(), atol=TOL)
 
@@ -80,7 +80,7 @@ def test_table_overrun(kernel):
         p.run(kernel)
 
 
-def test_statistics(kernel):
+def test_statistics_count_bytes_sectors_and_barriers(kernel):
     p = Problem(lens=(64, 64), heads=4, kv_heads=2)
     p.run(kernel, stats=True)
     s = p.stats

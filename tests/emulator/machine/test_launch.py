@@ -33,7 +33,7 @@ def test_pointer_and_scalar_arguments():
     assert y.get()[0] == 2 * 4 - 2
 
 
-def test_argument_errors():
+def test_wrong_arguments_of_a_launch_are_refused():
     e, dev = entry(), Device(1 << 20)
     x = dev.upload(np.ones(4, "f4"))
     for args, text in (
@@ -146,7 +146,7 @@ $L__func_end0:
     np.testing.assert_array_equal(o.get(), x)
 
 
-def test_buffers():
+def test_a_buffer_knows_which_bytes_are_initialised():
     dev = Device(1 << 20)
     b = dev.alloc((3, 4), "f4", "b")
     assert not b.initialised().any()

@@ -50,7 +50,7 @@ $end: add.u32 %o0, %o0, 10;
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_lanes_apart(seed):
+def test_a_step_says_which_lanes_ran_it(seed):
     out, trace = trace_of(DIVERGES, Warp(), X[:64], block=64, seed=seed)
     np.testing.assert_array_equal(out, np.where(X[:64] < 20, 11, 12))
     below = np.arange(32) < 20

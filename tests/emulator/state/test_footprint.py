@@ -19,7 +19,7 @@ def footprint(body, **options):
     return device.launch(Module(kernel_text(body, [4], [4])).entry(), 1, 32, args, **options).footprint
 
 
-def test_exact_elements():
+def test_a_footprint_has_the_elements_touched_and_no_others():
     touched = footprint(COPY)
     first = np.arange(64) < 32
     touched.expect("in0", read=first, written=False)

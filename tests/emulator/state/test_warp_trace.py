@@ -41,7 +41,7 @@ def made():
     )
 
 
-def test_text():
+def test_a_printed_trace_has_each_step_under_its_line():
     assert str(made()).splitlines() == [
         "copy: thread block (1, 2, 0), warp 3, 5 steps",
         "device.py:7: row = x[slot], called from kernel.py:20",
@@ -65,7 +65,7 @@ def test_text_of_some_lanes_and_some_lines():
     assert lines[8] == "... 2 more steps: to_text() shows all, select() fewer"
 
 
-def test_select():
+def test_steps_are_selected_by_line_name_or_array():
     trace = made()
     for chosen, lines in (
         ({"line": 7}, [11, 12]),

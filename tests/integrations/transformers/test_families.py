@@ -17,7 +17,7 @@ EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 @pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in FAMILIES])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_family(family, device):
+def test_each_family_generates_what_eager_attention_does(family, device):
     model, texts = make_model(family).to(device), prompts(40, 70, 9)
     use_pagedkv(model)
     expected = greedy(eager_model(family), texts, 6)
@@ -130,7 +130,7 @@ def test_others_are_refused(make, reason):
 
 
 @pytest.mark.long
-def test_bfloat16():
+def test_logits_in_bfloat16_are_within_the_error_bound():
     model, text = make_model("Llama").bfloat16(), prompts(50)[0]
     eager = make_model("Llama").bfloat16()
     eager.set_attn_implementation("eager")

@@ -36,7 +36,7 @@ def test_the_usual_kernels_differ_in_their_stages_and_tiles():
 
 
 def test_eight_warps_have_the_bits_of_four():
-    """Those of fp8 with more than 128 dims, where shared memory has room for 128 rows of queries; on 8.9 it has not."""
+    """With fp8 and more than 128 dims, shared memory has room for the queries of eight warps on 9.0, but not on 8.9."""
     kernel = MORE_PREFILLS["e5m2"]
     problem = kernel.build(seq_lens=(70,), query_lens=(20,), num_kv_heads=1)
     shapes = [TileShape(tensor_config(kernel.call(problem), capability=cc)) for cc in ((9, 0), (8, 9))]

@@ -37,7 +37,7 @@ def dot_products(q, keys, num_groups, group_rows):
 
 
 @pytest.mark.usefixtures("registers")
-def test_dots():
+def test_dot_products_have_the_same_bits_in_any_group():
     q, keys = RNG.standard_normal((8, PLACES), np.float32), RNG.standard_normal((STEP, PLACES), np.float32)
     exact = q.astype(np.float64) @ keys.T
     found = dot_products(q, keys, 2, 4)
@@ -161,7 +161,7 @@ def test_merging_into_nothing_gives_the_other_state():
     assert (maximum, total) == (1.5, 4.0)
 
 
-def test_rescale():
+def test_rescale_multiplies_by_the_factor():
     a, factor = RNG.standard_normal(PLACES).astype(np.float32), np.array([0.3], np.float32)
     scaled = np.empty_like(a)
     stepper(make_rescale())(scaled, a, factor, PLACES // LANES)
