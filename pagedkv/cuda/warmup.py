@@ -10,6 +10,7 @@ import numpy as np
 from ..arrays import Array
 from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, WriteCall
 from ..compiler.compile import Capability, CompiledKernel
+from ..errors import BackendUnavailableError
 from . import driver
 from .plans.attention import decode_attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
@@ -70,8 +71,15 @@ def compile_ahead(
     BackendUnavailableError
         There is no compiler; `capabilities` is None, and there is no GPU.
     """
+    if capabilities is None:
+        try:
+            capabilities = sorted(set(driver.capabilities()))
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(
+                f"give capabilities, [(9, 0)] for an H100, to compile for a GPU that is elsewhere: here {error}"
+            ) from error
     names = []
-    for capability in sorted(set(driver.capabilities())) if capabilities is None else capabilities:
+    for capability in capabilities:
         device: Any = _CompilingDevice(capability)
         for call in decodes:
             decode_attention(device, call, call.q.copy(), None)
