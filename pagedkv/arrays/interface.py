@@ -44,7 +44,7 @@ class InterfaceArray(DeviceArgument):
         """The stream that the interface names, or the legacy default stream."""
         stream = self.interface.get("stream")
         if stream is not None and (not _is_integer(stream) or stream < 0):
-            raise self._wrong("a stream that is None or a pointer", stream)
+            raise self._error("a stream that is None or a pointer", stream)
         return int(stream or 0)
 
     def metadata(self, stream: int) -> Metadata:
@@ -58,25 +58,25 @@ class InterfaceArray(DeviceArgument):
                 )
         shape, strides = self._integers("shape", interface["shape"]), interface.get("strides")
         if shape and min(shape) < 0:
-            raise self._wrong("a shape without negative numbers", shape, ValueError)
+            raise self._error("a shape without negative numbers", shape, ValueError)
         if strides is not None:
             strides = self._integers("strides", strides)
             if len(strides) != len(shape):
-                raise self._wrong(f"a stride for each of {len(shape)} axes", strides, ValueError)
+                raise self._error(f"a stride for each of {len(shape)} axes", strides, ValueError)
         address, read_only = self._data(interface["data"])
         dtype = self._dtype(interface["typestr"])
         ordinal = ordinal_of(address) if address else None
         try:
             return metadata_of(name, address, shape, strides, dtype, read_only, ordinal)
         except OverflowError as error:
-            raise self._wrong("numbers that fit in 64 bits", interface, ValueError) from error
+            raise self._error("numbers that fit in 64 bits", interface, ValueError) from error
 
-    def _wrong(self, what: str, got: object, error: type[Exception] = TypeError) -> Exception:
+    def _error(self, what: str, got: object, error: type[Exception] = TypeError) -> Exception:
         return error(f"{self.name} must have a __cuda_array_interface__ with {what}, got {got!r}")
 
     def _integers(self, key: str, given: Any) -> tuple[int, ...]:
         if not isinstance(given, (tuple, list)) or not all(map(_is_integer, given)):
-            raise self._wrong(f"{key} as a tuple of int", given)
+            raise self._error(f"{key} as a tuple of int", given)
         return tuple(map(int, given))
 
     def _data(self, data: Any) -> tuple[int, bool]:
@@ -85,9 +85,9 @@ class InterfaceArray(DeviceArgument):
             address, read_only = data
             if (address is None or _is_integer(address)) and isinstance(read_only, (bool, int, np.bool_)):
                 if not 0 <= (address or 0) < _PAST_ADDRESSES:
-                    raise self._wrong("an address in 0..2**64-1", address, ValueError)
+                    raise self._error("an address in 0..2**64-1", address, ValueError)
                 return int(address or 0), bool(read_only)
-        raise self._wrong("data as (address, read-only flag)", data)
+        raise self._error("data as (address, read-only flag)", data)
 
     def _dtype(self, typestr: Any) -> np.dtype[Any]:
         # A type string cannot distinguish bfloat16 and fp8 from other types of their size; the array's dtype can.
@@ -99,7 +99,7 @@ class InterfaceArray(DeviceArgument):
                 return np.dtype(typestr)
         except (OverflowError, TypeError, ValueError):
             pass
-        raise self._wrong('a typestr such as "<f4"', typestr)
+        raise self._error('a typestr such as "<f4"', typestr)
 
 
 def _is_integer(x: object) -> bool:

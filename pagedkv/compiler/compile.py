@@ -134,7 +134,7 @@ def _load_or_compile(
     facts = (make.__module__, make.__qualname__, fields, capability, lines, versions(), _settings())
     store = Store(cache_dir("cuda"), SUFFIX, keep=all(map(_is_plain, fields.values())))
     key = repr(facts).encode() + SOURCES
-    name = f"{name}[{', '.join(f'{field}={_shown(value)}' for field, value in fields.items())}]"
+    name = f"{name}[{', '.join(f'{field}={_text_of(value)}' for field, value in fields.items())}]"
     with suppress(ValueError, TypeError, KeyError):
         header, ptx = (store.load(key) or b"").decode().split("\n", 1)
         return CompiledKernel(name, entry, ptx, int(json.loads(header)["num_threads"]), capability)
@@ -261,5 +261,5 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, str)
 
 
-def _shown(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return getattr(value, "__name__", None) or str(value)

@@ -133,10 +133,10 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
         handle = nvjitlink.create(len(options), options)
         nvjitlink.add_data(handle, nvjitlink.InputType.PTX, code, len(code), "ptx")
         nvjitlink.complete(handle)
-        cubin = _filled(handle, nvjitlink.get_linked_cubin_size, nvjitlink.get_linked_cubin)
-        log = _text(_filled(handle, nvjitlink.get_info_log_size, nvjitlink.get_info_log))
+        cubin = _read_buffer(handle, nvjitlink.get_linked_cubin_size, nvjitlink.get_linked_cubin)
+        log = _text(_read_buffer(handle, nvjitlink.get_info_log_size, nvjitlink.get_info_log))
     except nvjitlink.nvJitLinkError as error:
-        errors = _filled(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
+        errors = _read_buffer(handle, nvjitlink.get_error_log_size, nvjitlink.get_error_log) if handle else b""
         raise BackendUnavailableError(
             f"nvJitLink {version} cannot make code for {arch} ({error}: {_text(errors).strip()}): {_remedy()}"
         ) from error
@@ -198,7 +198,7 @@ def _remedy() -> str:
     )
 
 
-def _filled(handle: int, size_of: Callable[[int], int], fill: Callable[[int, bytearray], None]) -> bytes:
+def _read_buffer(handle: int, size_of: Callable[[int], int], fill: Callable[[int, bytearray], None]) -> bytes:
     buffer = bytearray(size_of(handle))
     if buffer:
         fill(handle, buffer)

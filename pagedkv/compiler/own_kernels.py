@@ -71,11 +71,11 @@ def _type_of(position: int, value: Any) -> Any:
         if isinstance(value, np.generic):
             return numpy_support.from_dtype(value.dtype)
     except NumbaNotImplementedError:
-        raise TypeError(f"argument {position} has dtype {value.dtype}, {_unknown(value.dtype)}") from None
+        raise TypeError(f"argument {position} has dtype {value.dtype}, {_why_unknown(value.dtype)}") from None
     raise TypeError(f"argument {position} must be a NumPy array or a number, got {type(value).__name__}")
 
 
-def _unknown(dtype: np.dtype) -> str:
+def _why_unknown(dtype: np.dtype) -> str:
     """Why numba does not know a dtype, and what to do."""
     if dtype != dtype.newbyteorder("="):
         return 'whose bytes are in the other order: pass a copy, x.astype(x.dtype.newbyteorder("="))'

@@ -76,9 +76,9 @@ def on_compile_thread(work: Callable[[], T]) -> T:
     answer = None
     try:
         try:
-            start_new_thread(_do, (wanted, answers))
+            start_new_thread(_do_work, (wanted, answers))
         except RuntimeError:  # no further thread can be started, or the interpreter is about to end
-            _do(wanted, answers)
+            _do_work(wanted, answers)
         while answer is None:
             with suppress(Empty):
                 answer = answers.get(timeout=WAKE_S)
@@ -92,7 +92,7 @@ def on_compile_thread(work: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def _do(wanted: list[Callable[[], Any]], answers: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
+def _do_work(wanted: list[Callable[[], Any]], answers: SimpleQueue[tuple[Any, BaseException | None]]) -> None:
     with _turn, _working_directory():
         try:
             work = wanted.pop()

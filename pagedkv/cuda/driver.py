@@ -212,7 +212,7 @@ class CudaDevice:
             try:
                 for name, nbytes in needed.items():
                     _, held = self._workspaces.get(name, (0, 0))
-                    made[name] = self._allocate(name, _rounded(nbytes), _rounded(held + held // 2) if ample else 0)
+                    made[name] = self._allocate(name, _round_up(nbytes), _round_up(held + held // 2) if ample else 0)
             except BaseException:
                 for address, _ in made.values():
                     self._gpu.driver.cuMemFree(address)
@@ -349,5 +349,5 @@ class CudaDevice:
         return content
 
 
-def _rounded(nbytes: int) -> int:
+def _round_up(nbytes: int) -> int:
     return -(-nbytes // 256) * 256

@@ -111,7 +111,7 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
             said = "; ".join(f"instruction {number + 1}: {lane_list(lanes)}" for number, lanes in by_access.items())
             colour = COLOURS[min(by_access) % len(COLOURS)]
             wide = WORD * size / WORD_BYTES
-            label = _fitting(lanes, wide)
+            label = _lanes_that_fit(lanes, wide)
             where = f"bytes {start - phase} to {start - phase + size - 1}, {said}"
             parts.append(cell(LEFT + WORD * at / WORD_BYTES, tops[row], wide, HIGH, colour, label, where))
     if len(rows) > max_rows:
@@ -119,7 +119,7 @@ def draw_bytes(accesses: Sequence[LaneAccess], *, max_rows: int = MAX_ROWS) -> S
         top += 18
     if len(accesses) > 1:
         top = _legend(parts, top + 8, len(accesses))
-    return svg(WIDTH, top + 10, title, f"{words}. {_in_words(accesses)}", parts)
+    return svg(WIDTH, top + 10, title, f"{words}. {_describe_accesses(accesses)}", parts)
 
 
 def draw_banks(access: LaneAccess) -> Svg:
@@ -172,9 +172,9 @@ def draw_banks(access: LaneAccess) -> Svg:
         for bank, (word, lanes) in sorted(banks.items()):
             where = f"bank {bank}, byte {WORD_BYTES * word - access.phase}: {lane_list(lanes)}"
             colour = COLOURS[number % len(COLOURS)]
-            parts.append(cell(LEFT + WORD * bank, top, WORD, HIGH, colour, _fitting(lanes, WORD), where))
+            parts.append(cell(LEFT + WORD * bank, top, WORD, HIGH, colour, _lanes_that_fit(lanes, WORD), where))
         top += HIGH + GAP
-    return svg(WIDTH, top + 10, title, f"{words}. {_in_words([access])}", parts)
+    return svg(WIDTH, top + 10, title, f"{words}. {_describe_accesses([access])}", parts)
 
 
 def bank_wavefronts(access: LaneAccess) -> tuple[list[dict[int, tuple[int, list[int]]]], int]:
@@ -254,14 +254,14 @@ def _legend(parts: list[str], top: float, count: int) -> float:
     return top + 20
 
 
-def _fitting(lanes: list[int], width: float) -> str:
+def _lanes_that_fit(lanes: list[int], width: float) -> str:
     """The lanes if there is room for them, otherwise how many, as in "8x", or nothing."""
     words = lane_list(lanes).partition(" ")[2]
     short = words if len(words) * 6 <= width + 2 else f"{len(lanes)}x"
     return short if len(short) * 6 <= width + 2 else ""
 
 
-def _in_words(accesses: Sequence[LaneAccess]) -> str:
+def _describe_accesses(accesses: Sequence[LaneAccess]) -> str:
     said = []
     for number, access in enumerate(accesses[:8]):
         lanes = np.flatnonzero(access.offsets >= 0)

@@ -37,13 +37,13 @@ class Guard:
 _guards: WeakSet[Guard] = WeakSet()
 
 
-def _disown() -> None:
+def _mark_forked() -> None:
     for guard in _guards:
         guard.is_forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_disown)
+    os.register_at_fork(after_in_child=_mark_forked)
 
 
 class Guarded:

@@ -126,7 +126,7 @@ def assert_matches_reference(
         require_head_dim(head_dim)
     takes = _parameters(fn) if options is None else {*options}
     prefill = "query_starts" in takes if operation is None else operation == "prefill"
-    call = _caller(fn, takes, hand_over(arrays, device), factor)
+    call = _make_check(fn, takes, hand_over(arrays, device), factor)
     if spec is not None:
         call(spec)
         return 1
@@ -220,7 +220,7 @@ def _is_vllm(block_size: int) -> bool:
     return block_size in (8, 16, 32, 64, 128, 256)
 
 
-def _caller(
+def _make_check(
     fn: Callable[..., Any], takes: set[str], give: Callable[[Array], Any], factor: float
 ) -> Callable[[Spec], None]:
     """Make a check of one problem."""

@@ -44,7 +44,7 @@ def write_call(
 ) -> WriteCall:
     """Validate the arguments of write_kv, and make the call."""
     named = [("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slots", slots)]
-    rotates = _rotates(cos, sin, positions, rotary_dim, interleaved)
+    rotates = _wants_rotation(cos, sin, positions, rotary_dim, interleaved)
     if rotates:
         named += zip(tables.NAMES, (cos, sin, positions), strict=True)
     named += cache_pair.scale_arrays(k_scale, v_scale)
@@ -91,7 +91,7 @@ def write_call(
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
 
 
-def _rotates(cos: Any, sin: Any, positions: Any, rotary_dim: int | None, interleaved: bool) -> bool:
+def _wants_rotation(cos: Any, sin: Any, positions: Any, rotary_dim: int | None, interleaved: bool) -> bool:
     """Whether to rotate k; raise unless all arguments for that are given, or none of them."""
     if cos is sin is positions is rotary_dim is None and interleaved is False:
         return False
@@ -163,7 +163,7 @@ def gather_call(
 
 def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> CopyCall:
     """Validate the arguments of copy_blocks, and make the call."""
-    layers = [*_leaves("k_cache", k_cache), *_leaves("v_cache", v_cache)]
+    layers = [*_flatten("k_cache", k_cache), *_flatten("v_cache", v_cache)]
     if isinstance(k_cache, (list, tuple)) != isinstance(v_cache, (list, tuple)):
         raise TypeError("k_cache and v_cache must both be arrays or both be lists of arrays")
     if isinstance(k_cache, (list, tuple)) and len(k_cache) != len(v_cache):
@@ -189,7 +189,7 @@ def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> Cop
 
 def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> SwapCall:
     """Validate the arguments of swap_blocks, and make the call."""
-    sources, destinations = list(_leaves("source", source)), list(_leaves("destination", destination))
+    sources, destinations = list(_flatten("source", source)), list(_flatten("destination", destination))
     if [name[6:] for name, _ in sources] != [name[11:] for name, _ in destinations]:
         raise ValueError("source and destination must be built alike: arrays, (k, v) pairs or lists of them")
     placement, (*views, pairs) = place(backend, [*sources, *destinations, ("pairs", pairs)], across=True)
@@ -246,11 +246,11 @@ def _bounds(x: Array) -> tuple[int, int]:
     return byte_bounds(x)
 
 
-def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, x: Any) -> Iterator[tuple[str, Any]]:
     """Flatten nested lists of arrays, naming each array by the expression that reaches it."""
     if isinstance(x, (list, tuple)):
         for i, y in enumerate(x):
-            yield from _leaves(f"{name}[{i}]", y)
+            yield from _flatten(f"{name}[{i}]", y)
     else:
         yield name, x
 

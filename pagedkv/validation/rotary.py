@@ -29,7 +29,7 @@ def rotary_call(
     check: bool | None = None,
 ) -> RotaryCall:
     """Validate the arguments of apply_rotary, and make the call."""
-    outs = _outs(out, k)
+    outs = _outputs(out, k)
     named = [("q", q), ("k", k), ("cos", cos), ("sin", sin), ("positions", positions)]
     named = [(name, x) for name, x in named if name != "k" or x is not None]
     placement, arrays = place(backend, [*named, *outs])
@@ -58,7 +58,7 @@ def rotary_call(
     return RotaryCall(placement, q, views.get("k"), cos, sin, positions, results, interleaved, checked)
 
 
-def _outs(out: Any, k: Any) -> list[tuple[str, Any]]:
+def _outputs(out: Any, k: Any) -> list[tuple[str, Any]]:
     """The arrays for the results, with their names."""
     if out is None:
         return []

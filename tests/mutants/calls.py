@@ -14,8 +14,8 @@ MUTANTS = [
     ),
     Mutant(
         "an interrupt arrives inside of a compilation",
-        "start_new_thread(_do, (wanted, answers))",
-        "_do(wanted, answers)",
+        "start_new_thread(_do_work, (wanted, answers))",
+        "_do_work(wanted, answers)",
         "tests/compiling/test_compile_thread.py::test_interrupted_work_is_finished_for_the_next_call",
     ),
     Mutant(

@@ -33,7 +33,7 @@ KERNELBENCH = (
 )
 
 
-def _drawn(num_seqs: int, longest: int) -> tuple[int, ...]:
+def _draw_lengths(num_seqs: int, longest: int) -> tuple[int, ...]:
     """Draw log-uniform lengths, the same at every call."""
     logarithms = np.random.default_rng(5).uniform(0, math.log(longest), num_seqs)
     return tuple(int(math.exp(x)) for x in logarithms)
@@ -49,7 +49,7 @@ def cells() -> list[Cell]:
         *(Cell("lengths", (2**n,) * 8) for n in range(7, 18, 2)),
         *(Cell("one", (length,)) for length in (1024, 8192, 131072)),
         Cell("ragged", (*(1,) * 16, 100_000, *(1,) * 15)),
-        Cell("ragged", _drawn(32, 16384)),
+        Cell("ragged", _draw_lengths(32, 16384)),
         *(Cell("fp8", (length,) * 32, kv_dtype=kv) for kv in ("fp8_e4m3", "fp8_e5m2") for length in (2048, 8192)),
     ]
 

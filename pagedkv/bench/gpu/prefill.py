@@ -19,11 +19,11 @@ from .prefill_peers import FIRST, FLASH_ATTENTION_2, SUBJECTS
 H100_TFLOPS = 320.0
 
 
-def _equal(group: str, num_seqs: int, query_len: int, length: int, **sizes: Any) -> Cell:
+def _equal_cell(group: str, num_seqs: int, query_len: int, length: int, **sizes: Any) -> Cell:
     return Cell(group, (length,) * num_seqs, query_lens=(query_len,) * num_seqs, **sizes)
 
 
-def _mixed(chunk: int, cached: int, num_steps: int, length: int, **sizes: Any) -> Cell:
+def _mixed_cell(chunk: int, cached: int, num_steps: int, length: int, **sizes: Any) -> Cell:
     """A batch of a chunk behind cached tokens and decode steps of sequences of one length."""
     lens, query_lens = (cached + chunk, *(length,) * num_steps), (chunk, *(1,) * num_steps)
     return Cell("mixed", lens, query_lens=query_lens, **sizes)
@@ -32,24 +32,24 @@ def _mixed(chunk: int, cached: int, num_steps: int, length: int, **sizes: Any) -
 def cells() -> list[Cell]:
     """All cells by group, the most important groups first."""
     return [
-        *(_equal("prompt", 16384 // length, length, length) for length in (1024, 4096, 16384)),
-        _equal("prompt", 4, 4096, 4096, dtype="bfloat16"),
+        *(_equal_cell("prompt", 16384 // length, length, length) for length in (1024, 4096, 16384)),
+        _equal_cell("prompt", 4, 4096, 4096, dtype="bfloat16"),
         *(
-            _equal("verify", num_seqs, n, length)
+            _equal_cell("verify", num_seqs, n, length)
             for num_seqs, n, length in ((4, 8, 32768), (32, 4, 8192), (1, 16, 131072))
         ),
-        _equal("chunk", 1, 2048, 32768),
-        _equal("chunk", 4, 512, 8192),
-        _mixed(2048, 6144, 64, 4096),
+        _equal_cell("chunk", 1, 2048, 32768),
+        _equal_cell("chunk", 4, 512, 8192),
+        _mixed_cell(2048, 6144, 64, 4096),
         *(
-            _equal("dims", 4, 4096, 4096, head_dim=d, num_heads=h, num_kv_heads=h // 4)
+            _equal_cell("dims", 4, 4096, 4096, head_dim=d, num_heads=h, num_kv_heads=h // 4)
             for d, h in ((64, 32), (256, 16))
         ),
-        *(_equal("heads", 4, 4096, 4096, num_kv_heads=num_kv_heads) for num_kv_heads in (32, 2)),
-        *(_equal("pages", 4, 4096, 4096, block_size=block_size) for block_size in (1, 256)),
-        _equal("full", 4, 4096, 4096, causal=False),
-        _equal("fp8", 4, 4096, 4096, kv_dtype="fp8_e4m3"),
-        _equal("fp8", 4, 8, 32768, kv_dtype="fp8_e4m3"),
+        *(_equal_cell("heads", 4, 4096, 4096, num_kv_heads=num_kv_heads) for num_kv_heads in (32, 2)),
+        *(_equal_cell("pages", 4, 4096, 4096, block_size=block_size) for block_size in (1, 256)),
+        _equal_cell("full", 4, 4096, 4096, causal=False),
+        _equal_cell("fp8", 4, 4096, 4096, kv_dtype="fp8_e4m3"),
+        _equal_cell("fp8", 4, 8, 32768, kv_dtype="fp8_e4m3"),
     ]
 
 
@@ -57,12 +57,12 @@ def quick_cells() -> list[Cell]:
     """A small cell of each kind, to see that everything runs."""
     small = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     return [
-        _equal("prompt", 2, 300, 300, **small),
-        _equal("verify", 2, 8, 700, **small),
-        _equal("chunk", 2, 100, 300, **small),
-        _mixed(100, 40, 3, 70, **small),
-        _equal("full", 1, 130, 130, causal=False, **small),
-        _equal("fp8", 2, 100, 300, kv_dtype="fp8_e4m3", **small),
+        _equal_cell("prompt", 2, 300, 300, **small),
+        _equal_cell("verify", 2, 8, 700, **small),
+        _equal_cell("chunk", 2, 100, 300, **small),
+        _mixed_cell(100, 40, 3, 70, **small),
+        _equal_cell("full", 1, 130, 130, causal=False, **small),
+        _equal_cell("fp8", 2, 100, 300, kv_dtype="fp8_e4m3", **small),
     ]
 
 

@@ -53,7 +53,7 @@ def write_kv(device: Device, call: WriteCall) -> None:
         hardware_fp8=spec.kind.startswith("fp8") and device.capability >= FIRST_WITH_FP8,
     )
     if call.rotation is not None:
-        config = _rotating(config, call.rotation)
+        config = _with_rotation(config, call.rotation)
     (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
     arguments = (
         device.address("k", call.k),
@@ -217,7 +217,7 @@ def _scale_arguments(
     return result
 
 
-def _rotating(config: WriteConfig, rotation: Rotation) -> WriteConfig:
+def _with_rotation(config: WriteConfig, rotation: Rotation) -> WriteConfig:
     """The config of the same kernel with tables."""
     kind, rotary_dim = rotation.cos.dtype.name, 2 * rotation.cos.shape[1]
     return replace(config, rotary_dim=rotary_dim, table_kind=kind, interleaved=rotation.interleaved)

@@ -258,7 +258,7 @@ class Scheduler:
         self._chosen = None
         return False
 
-    def _arrived(self, lanes: np.ndarray) -> np.ndarray:
+    def _masks_of_lanes(self, lanes: np.ndarray) -> np.ndarray:
         """The lanes of each warp that are in `lanes`, as bit masks."""
         f = self.frame
         masks = np.zeros(f.num_warps, np.uint32)
@@ -280,12 +280,12 @@ class Scheduler:
             need, ok = f.exists, np.repeat(full, 32)
         else:
             need = f.exists if member is None else member & f.exists
-            ok = (need & ~self._arrived(m)[f.warp]) == 0
+            ok = (need & ~self._masks_of_lanes(m)[f.warp]) == 0
         bad = m & ~ok
         if not bad.any():
             return None
         if self._counts[self.exit]:
-            exited = self._arrived(self._pc == self.exit)
+            exited = self._masks_of_lanes(self._pc == self.exit)
             missing = bad & ((need & exited[f.warp]) != 0)
             if missing.any():
                 ins = self.blocks[block].instructions[0]

@@ -45,7 +45,7 @@ def _blank(m: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", m[0])
 
 
-def _must(m: re.Match[str] | None, text: str) -> re.Match[str]:
+def _require_match(m: re.Match[str] | None, text: str) -> re.Match[str]:
     if m is None:
         raise EmulatorError(f"cannot parse the PTX declaration: {text[:120]}")
     return m
@@ -148,7 +148,7 @@ class ParsedModule:
         if rest.startswith("("):
             close = rest.index(")")
             returns, rest = _params(rest[:close]), rest[close + 1 :].strip()
-        name = _must(re.match(r"[\w$%]+", rest), head)[0]
+        name = _require_match(re.match(r"[\w$%]+", rest), head)[0]
         rest = rest[len(name) :].strip()
         params: list[Param] = []
         if rest.startswith("("):
@@ -163,7 +163,7 @@ class ParsedModule:
         decl = re.sub(r"^(?:\s*\.(?:visible|extern|weak|common)\b)+", "", decl).strip()
         if not decl.startswith((".shared", ".global", ".const")):
             return
-        v = _must(_VAR.match(decl), decl)
+        v = _require_match(_VAR.match(decl), decl)
         name, size = v[4], _array_bytes(v[3], v[5])
         if v[1] == "shared":
             self.shared.append((name, int(v[2] or SIZE[v[3]]), size))
@@ -259,7 +259,7 @@ class _Body:
 
     def _directive(self, text: str) -> None:
         if text.startswith(".reg"):
-            ty, names = _must(re.match(r"\.reg\s+\.(\w+)\s+(.*)", text), text).groups()
+            ty, names = _require_match(re.match(r"\.reg\s+\.(\w+)\s+(.*)", text), text).groups()
             for nm in names.split(","):
                 nm = nm.strip()
                 many = re.match(r"(%?[\w$]+)<(\d+)>", nm)
@@ -269,11 +269,11 @@ class _Body:
                 else:
                     self._declare(nm, ty)
         elif text.startswith((".local", ".shared")):
-            v = _must(_VAR.match(text), text)
+            v = _require_match(_VAR.match(text), text)
             size = _array_bytes(v[3], v[5])
             dest = self.fn.locals if v[1] == "local" else self.fn.shared
             dest.append((v[4], int(v[2] or SIZE[v[3]]), size))
         elif text.startswith(".param") and len(self.scopes) > 1:
-            name = _must(_PARAM.match(text), text)[3]
+            name = _require_match(_PARAM.match(text), text)[3]
             self.scopes[-1][name] = f"{name}{self.tags[-1]}"
         # Skip .pragma, .callprototype and debug directives.

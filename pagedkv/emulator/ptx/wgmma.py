@@ -83,7 +83,7 @@ class _Analysis:
     def __init__(self, program: Program) -> None:
         self.misuses: dict[Instruction, str] = {}
         self._known = program.registers
-        self._registers = {ins: self._of(ins) for block in program.blocks for ins in block.instructions}
+        self._registers = {ins: self._registers_of(ins) for block in program.blocks for ins in block.instructions}
         self._operands = {name for r in self._registers.values() for name in (*r.accumulators, *r.a)}
         before: list[_RegisterUses | None] = [None] * len(program.blocks)
         before[0] = _RegisterUses()
@@ -103,7 +103,7 @@ class _Analysis:
                     continue
                 waiting.append(following)
 
-    def _of(self, ins: Instruction) -> _Registers:
+    def _registers_of(self, ins: Instruction) -> _Registers:
         reads, writes = ([name for name in dict.fromkeys(names) if name in self._known] for names in reads_writes(ins))
         if ins.parts[:2] != ["wgmma", "mma_async"]:
             return _Registers(reads, writes, [], [])
@@ -138,7 +138,7 @@ class _Analysis:
         for name in (*of.writes, *of.reads):
             if name in state.flying:
                 did = "writes" if name in of.writes else "reads"
-                self._blame(ins, f"{did} {name}, {_which(state.flying[name])}: wgmma.wait_group must come first")
+                self._blame(ins, f"{did} {name}, {_in_flight(state.flying[name])}: wgmma.wait_group must come first")
             if name in self._operands:
                 state.touched[name] = ins
 
@@ -154,19 +154,19 @@ class _Analysis:
         for name in of.accumulators:
             flying = state.flying.get(name)
             if flying and (flying.role != "accumulator" or flying.ins.parts[4] != shape):
-                self._blame(ins, f"wgmma writes {name}, {_which(flying)}: wgmma.wait_group must come first")
+                self._blame(ins, f"wgmma writes {name}, {_in_flight(flying)}: wgmma.wait_group must come first")
             state.flying[name] = Operand(0, "accumulator", ins)
         for name in of.a:
             flying = state.flying.get(name)
             if flying and flying.role == "accumulator":
-                self._blame(ins, f"wgmma reads {name}, {_which(flying)}: wgmma.wait_group must come first")
+                self._blame(ins, f"wgmma reads {name}, {_in_flight(flying)}: wgmma.wait_group must come first")
             state.flying[name] = Operand(0, "part of A", ins)
 
     def _blame(self, ins: Instruction, what: str) -> None:
         self.misuses.setdefault(ins, what)
 
 
-def _which(operand: Operand) -> str:
+def _in_flight(operand: Operand) -> str:
     return (
         f"{'an' if operand.role[0] == 'a' else 'a'} {operand.role} of a wgmma in flight (PTX line {operand.ins.line})"
     )

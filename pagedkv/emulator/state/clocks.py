@@ -104,10 +104,12 @@ class Clocks:
 
     def released_by(self, lane: int, scope: Scope) -> tuple[Clock | None, Clock | None]:
         """What the strong stores of a lane hand on, to any fence and to a fence.sc."""
-        first, second = self._at(self.released[scope], lane), self._at(self.sc_released[scope], lane)
-        return first, second
+        return (
+            self._clock_of_lane(self.released[scope], lane),
+            self._clock_of_lane(self.sc_released[scope], lane),
+        )
 
-    def _at(self, clocks: np.ndarray, lane: int) -> Clock | None:
+    def _clock_of_lane(self, clocks: np.ndarray, lane: int) -> Clock | None:
         clock: Clock | Snapshot | None = clocks[lane]
         return clock.clock_of(lane % self._num_threads) if isinstance(clock, Snapshot) else clock
 
@@ -118,9 +120,9 @@ class Clocks:
 
     def of(self, lanes: np.ndarray) -> list[Clock | None]:
         """What some lanes of a thread block know together, of what barriers hand on."""
-        return [self._of(clocks, lanes) for clocks in self._shared]
+        return [self._joined_clock_of(clocks, lanes) for clocks in self._shared]
 
-    def _of(self, clocks: np.ndarray, lanes: np.ndarray) -> Clock | None:
+    def _joined_clock_of(self, clocks: np.ndarray, lanes: np.ndarray) -> Clock | None:
         held = clocks[lanes].tolist()
         out = {id(clock): clock for clock in held} if len(set(map(id, held))) > 1 else {0: held[0]}
         for number, clock in out.items():

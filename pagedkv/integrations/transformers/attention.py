@@ -199,7 +199,7 @@ def paged_attention(
     True
     """
     if forward_pass is None:
-        return _of_transformers(module)(module, query, key, value, attention_mask, **options)
+        return _attention_without_pagedkv(module)(module, query, key, value, attention_mask, **options)
     _require_possible(module, query, key, value, attention_mask, options)
     batch_size, num_heads, length, head_dim = query.shape
     if length == 1:
@@ -240,7 +240,7 @@ def _require_possible(
         )
 
 
-def _of_transformers(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _attention_without_pagedkv(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """The function that a layer calls without pagedkv: sdpa, or the eager function of the model's file."""
     if implementation(module.config) == "sdpa":
         sdpa: Callable[..., tuple[torch.Tensor, None]] = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -139,7 +139,7 @@ class PagedCache(Cache):
             )
         is_token = np.ones((num_rows, length), np.bool)
         if attention_mask is not None:
-            is_token = self._shown(attention_mask, num_rows, length)[:, -length:]
+            is_token = self._read_mask(attention_mask, num_rows, length)[:, -length:]
         positions = position_ids.expand(num_rows, length).numpy(force=True)
         cached = self.kv.seq_lens(self.seqs) if self.seqs else np.zeros(num_rows, np.int32)
         tokens, columns = cached[:, None] + is_token.cumsum(1) - 1, self._length + np.arange(length)
@@ -170,7 +170,7 @@ class PagedCache(Cache):
                 "reset() before another text"
             )
         if attention_mask is not None:
-            of_input = self._shown(attention_mask, num_rows, length)[:, -length:]
+            of_input = self._read_mask(attention_mask, num_rows, length)[:, -length:]
             if not of_input.all():
                 new, is_token = of_input.sum(1).tolist(), attention_mask[:, -length:].bool().flatten()
         self._undo()
@@ -209,7 +209,7 @@ class PagedCache(Cache):
         slots = torch.full_like(is_token, -1, dtype=slots.dtype).index_copy(0, rows, slots)
         return CachedPass(self.kv, slots, batch, rows)
 
-    def _shown(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:
+    def _read_mask(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:
         """Which tokens a mask shows, on the host; raise unless it shows all cached ones, and pads on the left."""
         if not isinstance(attention_mask, torch.Tensor):
             raise TypeError(

@@ -85,7 +85,7 @@ class PagedPass:
     def __init__(self, pages: list[AllocatorPages], inputs: dict[str, Any]) -> None:
         self._groups: dict[int, _InPlace | _Gathered] = {}
         for group in pages:
-            of_layers = _InPlace if _stays(group, inputs) else _Gathered
+            of_layers = _InPlace if _keeps_what_is_seen(group, inputs) else _Gathered
             self._groups |= dict.fromkeys(group.caches, of_layers(group, inputs))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ class PagedPass:
         return self._groups[layer].attend(layer, q, k, v, **options)
 
 
-def _stays(pages: AllocatorPages, inputs: dict[str, Any]) -> bool:
+def _keeps_what_is_seen(pages: AllocatorPages, inputs: dict[str, Any]) -> bool:
     """Whether no new token overwrites one in the ring that another new token still sees.
 
     The length of a sequence in a sliding layer counts its new tokens and at most window - 1 before them. If it exceeds

@@ -90,7 +90,7 @@ def choose(logits: torch.Tensor, samplings: Sequence[Sampling], places: Sequence
     rows = [i for i, sampling in enumerate(samplings) if sampling.temperature > 0]
     if rows:
         draws = [samplings[i].draw(places[i]) for i in rows]
-        tokens[rows] = _drawn(logits[rows], [samplings[i] for i in rows], draws)
+        tokens[rows] = _draw_tokens(logits[rows], [samplings[i] for i in rows], draws)
     chosen: list[int] = tokens.tolist()
     return chosen
 
@@ -101,7 +101,7 @@ def are_finite(logits: torch.Tensor) -> list[bool]:
     return finite
 
 
-def _drawn(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> torch.Tensor:
+def _draw_tokens(logits: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]) -> torch.Tensor:
     """Draw a token of each row by inverting its distribution."""
     scaled = logits.double()
     scaled = scaled - scaled.amax(-1, keepdim=True)

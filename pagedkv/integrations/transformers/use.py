@@ -69,11 +69,11 @@ def set_attention(model: PreTrainedModel) -> None:
     `use_pagedkv` does this for a supported model on a device with kernels.
     """
     choose_pagedkv(model)
-    if _begin not in model._forward_pre_hooks.values():
+    if _before_forward not in model._forward_pre_hooks.values():
         let_layers_find(model)
-        model.register_forward_pre_hook(_begin, with_kwargs=True)
-        model.register_forward_hook(_finish, with_kwargs=True)
-        model.register_forward_hook(_end, always_call=True)
+        model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        model.register_forward_hook(_after_success, with_kwargs=True)
+        model.register_forward_hook(_after_any_end, always_call=True)
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -89,18 +89,18 @@ def _try_kernels(model: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable
-def _begin(
+def _before_forward(
     model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Hook before a model's forward: adds the forward pass that the caches among its inputs imply."""
-    made, named = inputs.get("forward_pass"), _named(model, args, inputs)
+    made, named = inputs.get("forward_pass"), _inputs_by_name(model, args, inputs)
     cache = _cache_of(named)
     if uses_pagedkv(model):
-        made = made or _paged(inputs)
+        made = made or _pass_of_continuous_batching(inputs)
         if made is not None or cache is not None:
             require_causal(model, named)
         if made is None and cache is not None:
-            made = _cached(model, cache, named)
+            made = _pass_of_generate(model, cache, named)
     elif made is not None or cache is not None:
         # Other attention would see the new tokens alone.
         raise RuntimeError(
@@ -112,24 +112,24 @@ def _begin(
 
 
 @torch.compiler.disable
-def _finish(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
+def _after_success(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
     """Hook after a model's forward, unless that fails."""
     if inputs.get("forward_pass") is not None and not running.has_attended:
         raise RuntimeError(
             f"the layers of {type(model).__name__} do not hand the keyword forward_pass on, and have attended without "
             "the PagedKVCache: pagedkv cannot run this model; what it says without one is right"
         )
-    if (cache := _cache_of(_named(model, args, inputs))) is not None:
+    if (cache := _cache_of(_inputs_by_name(model, args, inputs))) is not None:
         cache.end()
 
 
 @torch.compiler.disable
-def _end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
+def _after_any_end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
     """Hook after a model's forward, even if that fails."""
     running.begin(None)
 
 
-def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
+def _pass_of_continuous_batching(inputs: dict[str, Any]) -> ForwardPass | None:
     """The pass of transformers' continuous batching, if that calls the model."""
     cache = inputs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
@@ -140,7 +140,7 @@ def _paged(inputs: dict[str, Any]) -> ForwardPass | None:
     return PagedPass(kept[_PAGES], inputs)
 
 
-def _named(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
+def _inputs_by_name(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]) -> dict[str, Any]:
     """All inputs by name, positional ones too."""
     return dict(zip(input_names(model), args, strict=False)) | inputs if args else inputs
 
@@ -150,7 +150,7 @@ def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
     return cache if isinstance(cache, PagedCache) else None
 
 
-def _cached(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:
+def _pass_of_generate(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:
     """The pass of a call of ``generate`` with a PagedCache."""
     cache.require_suits(model)
     if inputs.get("use_cache") is False:

@@ -68,18 +68,18 @@ class LayerCaches:
         if len(copies):
             sources, destinations = self._ids(copies)
             for stack in self.both:
-                for layers in self._together(copies):
+                for layers in self._layers_at_a_time(copies):
                     stack[layers, destinations] = stack[layers, sources]
 
     def read(self, copies: Int64Array) -> None:
         """Raise what `copy` would raise: MemoryError, or RuntimeError while a stream is captured."""
         sources, _ = self._ids(copies)
-        self.both[0][self._together(copies)[0], sources]
+        self.both[0][self._layers_at_a_time(copies)[0], sources]
 
     def _ids(self, copies: Int64Array) -> tuple[Any, ...]:
         return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
 
-    def _together(self, copies: Int64Array) -> list[slice]:
+    def _layers_at_a_time(self, copies: Int64Array) -> list[slice]:
         """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
         num_layers = len(self.k_caches)
         at_once = num_layers

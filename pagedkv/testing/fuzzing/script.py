@@ -111,11 +111,11 @@ def script(spec: Spec | WriteSpec | MergeSpec, said: str, *, moved: Spec | None 
         operation="decode_attention" if problem.query_starts is None else "prefill_attention",
         changes=f"{named}, " if named else "",
         rows=problem.num_written,
-        factor=5 if _biased(problem) else 2,
+        factor=5 if _has_large_biases(problem) else 2,
     )
 
 
-def _biased(problem: Problem) -> bool:
+def _has_large_biases(problem: Problem) -> bool:
     spec = problem.spec
     return spec.alibi and max(spec.seq_lens) * float(problem.options["alibi_slopes"].max()) > 100
 
@@ -126,11 +126,11 @@ def _assignments(arrays: dict[str, Array]) -> str:
 
 def _options(options: dict[str, Any]) -> str:
     given = {name: value for name, value in options.items() if value is not None}
-    texts = {name: _literal(x) if isinstance(x, np.ndarray) else _plain(x) for name, x in given.items()}
+    texts = {name: _literal(x) if isinstance(x, np.ndarray) else _source_of(x) for name, x in given.items()}
     return f"options = dict({', '.join(f'{name}={text}' for name, text in texts.items())})\n"
 
 
-def _plain(value: Any) -> str:
+def _source_of(value: Any) -> str:
     return value.__name__ if callable(value) else repr(value)
 
 

@@ -204,7 +204,7 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     wide = np.resize(np.array(POISONS[spec.poison][2], np.int32), (len(ids), max_blocks + 3))
     block_tables = wide[:, :max_blocks]
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    k_pool, v_pool = _poisoned(shape, spec), _poisoned(shape, spec)
+    k_pool, v_pool = _full_of_poison(shape, spec), _full_of_poison(shape, spec)
     contents = []
     for seq, (seq_id, length, query_len, count) in enumerate(
         zip(ids, spec.seq_lens, query_lens, block_counts, strict=True)
@@ -231,7 +231,7 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     inside = (slice(0, num_rows), slice(1, None), slice(8, None))
     for start, (q, _, _) in zip(np.cumsum((0, *query_lens)), contents, strict=False):
         q_buffer[inside][start : start + len(q)] = q
-    k_cache, v_cache = _arranged(spec, k_pool, v_pool)
+    k_cache, v_cache = _arrange(spec, k_pool, v_pool)
     q = q_buffer[inside]
     return Problem(
         spec=spec,
@@ -305,7 +305,7 @@ def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.
                 k[needle, head] = 40 * q[0, head * spec.group_size]
     else:
         q = rng.standard_normal((query_len, spec.num_heads, spec.head_dim), np.float32)
-    return q.astype(FLOATS[spec.q_dtype]), _stored(k, spec), _stored(v, spec)
+    return q.astype(FLOATS[spec.q_dtype]), _to_storage(k, spec), _to_storage(v, spec)
 
 
 def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -314,21 +314,21 @@ def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarr
     block, offset = (np.broadcast_to(x[:, None], head.shape) for x in (block, offset))
     parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, 3 + 0 * head]
     values = np.tile(np.stack(parts, axis=-1), spec.head_dim // 8)
-    return _stored(values.astype(np.float32), spec)
+    return _to_storage(values.astype(np.float32), spec)
 
 
-def _stored(x: np.ndarray, spec: Spec) -> np.ndarray:
+def _to_storage(x: np.ndarray, spec: Spec) -> np.ndarray:
     if spec.is_fp8:
         return x.astype(FP8_DTYPES[spec.kv_dtype]).view(np.uint8)
     return x.astype(spec.storage)
 
 
-def _poisoned(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
+def _full_of_poison(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
     value, code, _ = POISONS[spec.poison]
     return np.full(shape, code if spec.is_fp8 else value, spec.storage)
 
 
-def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _arrange(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Arrange pools (N, P, Hkv, D) in the layout and with the strides of the spec."""
     k, v = in_layout(k_pool, v_pool, spec.layout)
     if spec.strides == "own":
@@ -337,8 +337,8 @@ def _arranged(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.nd
         combined = np.empty((len(k), 2, k[:1].size), spec.storage)
         k_cache, v_cache = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
     else:  # K and V with different paddings on every axis
-        k_cache = _poisoned((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)
-        v_cache = _poisoned((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), spec)
+        k_cache = _full_of_poison((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)
+        v_cache = _full_of_poison((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), spec)
         k_cache = k_cache[tuple(slice(1, None) for _ in k.shape[:-1])][..., : k.shape[-1]]
         v_cache = v_cache[tuple(slice(2, None) for _ in v.shape[:-1])][..., 8:]
     k_cache[...], v_cache[...] = k, v

@@ -151,7 +151,7 @@ def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
     if kind == "bfloat16":
         return _from_words(code, code.load(address, vector(LANES, INT32)))
     raw = code.load(address, vector(4 * LANES, BYTE))
-    return _by_tables(code, kind, raw) if has_byte_permutes() else _by_pairs(code, kind, raw)
+    return _widen_by_tables(code, kind, raw) if has_byte_permutes() else _widen_by_pairs(code, kind, raw)
 
 
 def widen_unit(code: Code, kind: str, address: Value) -> Value:
@@ -196,7 +196,7 @@ def _from_upper_bytes(kind: str, code: Code, upper: Value) -> Value:
     return builder.fmul(from_half(code, bits), code.constant(256.0, lanes))
 
 
-def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
+def _widen_by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
     """Widen a chunk of fp8: first the even codes of its words, then the odd ones."""
     builder = code.builder
     words = builder.bitcast(raw, vector(2 * LANES, SHORT))
@@ -209,7 +209,7 @@ def _by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
     return halves
 
 
-def _by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
+def _widen_by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
     """Widen a chunk of fp8 by two tables, each of 128 bytes of bfloat16; the sign is that of the code."""
     builder = code.builder
     exact = np.arange(128, dtype=np.uint8).view(FP8[kind]).astype(ml_dtypes.bfloat16).view(np.uint16)
