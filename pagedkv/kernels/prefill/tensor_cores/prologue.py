@@ -14,7 +14,7 @@ from .tile import TileShape
 
 
 def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
-    """The device functions ``output_of``, ``span_of`` and ``factors_of``."""
+    """The device functions ``output_of``, ``first_of_window``, ``span_of`` and ``factors_of``."""
     ROWS, KEYS, GROUP_SIZE, MODIFIED = shape.rows, shape.keys, config.group_size, config.modified
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
 
@@ -29,6 +29,7 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
 
     @device_function
     def first_of_window(position, window):
+        """The first key that a row at this position sees."""
         return uint32(position - window + 1) if position >= window else uint32(0)
 
     @device_function
@@ -56,4 +57,4 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
         return factor, positive(unit)
 
-    return Steps(output_of, span_of, factors_of)
+    return Steps(output_of, first_of_window, span_of, factors_of)

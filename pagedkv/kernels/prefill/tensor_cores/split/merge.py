@@ -101,9 +101,9 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         if item.seq_len > 0:
             low, _ = prologue.span_of(item, Visible(uint32(window), uint32(window_right)))
             of_tile = states.parts_of(item.seq_len, low, low)
-            mine = uint32(position - uint32(window) + 1) if position >= uint32(window) else uint32(0)
-            last = min(uint32(position + uint32(window_right)), uint32(item.seq_len - 1))
-            parts = states.parts_of(item.seq_len, mine, last)
+            first_key = prologue.first_of_window(position, uint32(window))
+            last_key = min(uint32(position + uint32(window_right)), uint32(item.seq_len - 1))
+            parts = states.parts_of(item.seq_len, first_key, last_key)
             count = int64(uint32(parts.last - parts.first)) + 1
             at = source.first + int64(uint32(row - item.first_row)) * source.row_stride
             at += int64(uint32(parts.first - of_tile.first))
