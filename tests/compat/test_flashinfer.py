@@ -84,8 +84,7 @@ def test_run_is_the_oracle(kind, changes):
     check(problem, out, lse)
     wrapper.reset_workspace_buffer(WORKSPACE, WORKSPACE)
     wrapper.end_forward()
-    for again in (wrapper.run(q, cache, **given), wrapper.forward(q, cache, **given)):
-        torch.testing.assert_close(again, out, atol=0, rtol=0)
+    torch.testing.assert_close(wrapper.run(q, cache, **given), out, atol=0, rtol=0)
     into, logs = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
     wrapper.run(q, cache, out=into, lse=logs, return_lse=True, **given)
     torch.testing.assert_close(into, out, atol=0, rtol=0)
@@ -133,6 +132,93 @@ def test_states_are_merged_in_base_2():
     torch.testing.assert_close(again, (out, lse))
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_forward_has_options_of_its_own(kind):
+    """As in FlashInfer: those of plan do not count, and are replaced for later calls."""
+    problem = build(
+        (DECODE if kind == "decode" else PREFILL.replace(causal=True)).replace(
+            window=7, scale=0.2, finite_left_of_window=True
+        )
+    )
+    options = {"window_left": 6, "sm_scale": 0.2} | ({} if kind == "decode" else {"causal": True})
+    if kind == "decode":
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, "NHD", False, True)
+        wrapper.begin_forward(*page_table(problem), *sizes(problem), q_data_type=torch.float32)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, "NHD", False, None)
+        starts = as_torch(problem.query_starts)
+        wrapper.begin_forward(starts, *page_table(problem), *sizes(problem), q_data_type=torch.float32)
+    q, cache = as_torch(problem.q), cache_of(problem)
+    plain = wrapper.forward(q, cache)
+    check(problem, *wrapper.forward_return_lse(q, cache, **options))
+    assert torch.equal(wrapper.run(q, cache), wrapper.forward(q, cache, **options))
+    assert torch.equal(wrapper.forward(q, cache), plain)
+    with pytest.raises(ValueError, match="pos_encoding_mode must be"):
+        wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
+
+
+def test_data_type_is_that_of_what_has_no_type_of_its_own():
+    problem = build(DECODE.replace(kv_dtype="fp8_e4m3", q_dtype="float16"))
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    types = {"data_type": torch.float8_e4m3fn, "q_data_type": torch.float16}
+    wrapper.plan(*page_table(problem), *sizes(problem), **types)
+    check(problem, *wrapper.run(as_torch(problem.q), cache_of(problem), return_lse=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_tokens_than_keys(causal):
+    """The last token sits at the last key."""
+    q, cache = torch.randn(9, 4, 64), torch.randn(4, 2, 8, 2, 64)
+    starts, indptr, indices, last = (torch.tensor(x).int() for x in ([0, 7, 9], [0, 1, 3], [2, 1, 0], [3, 1]))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(starts, indptr, indices, last, 4, 2, 64, 8, causal=causal, q_data_type=torch.float32)
+    out = wrapper.run(q, cache)
+    k, v = (x.repeat_interleave(2, dim=1).double() for x in cache[2, :, :3])
+    seen = torch.ones(7, 3).tril(3 - 7) if causal else torch.ones(7, 3)
+    logits = torch.einsum("qhd,khd->hqk", q[:7].double(), k) / 8
+    weights = logits.masked_fill(seen == 0, -torch.inf).softmax(dim=2).nan_to_num(0.0)
+    torch.testing.assert_close(out[:7].double(), torch.einsum("hqk,khd->qhd", weights, v), atol=1e-5, rtol=1e-5)
+
+
+def test_new_tokens_know_their_requests_and_positions():
+    """The example in FlashInfer's documentation of append_paged_kv_cache, and an empty request."""
+    starts, last = torch.tensor([0, 45, 53, 78, 100, 100]).int(), torch.tensor([13, 8, 9, 6, 0]).int()
+    lens = flashinfer.get_seq_lens(torch.tensor([0, 3, 4, 6, 8, 8]).int(), last, 16)
+    requests, positions = flashinfer.get_batch_indices_positions(starts, lens, 100)
+    assert requests.tolist() == [0] * 45 + [1] * 8 + [2] * 25 + [3] * 22
+    assert positions.tolist() == [*range(45), *range(8), *range(25), *range(22)]
+    with pytest.raises(ValueError, match="nnz must be 100"):
+        flashinfer.get_batch_indices_positions(starts, lens, 99)
+
+
+def test_tokens_outside_of_the_pages_of_their_request_are_refused():
+    """Even where the next request has a page there."""
+    cache, k = torch.zeros(4, 2, 8, 2, 16), torch.ones(1, 2, 16)
+    indices, indptr, last = (torch.tensor(x).int() for x in ([2, 3, 0], [0, 1, 3], [8, 2]))
+    for request, position, message in [
+        (0, 8, "positions must be"),
+        (0, -1, "positions must"),
+        (-1, 0, "batch_indices"),
+    ]:
+        where = torch.tensor([request]).int(), torch.tensor([position]).int()
+        with pytest.raises(IndexError, match=message):
+            flashinfer.append_paged_kv_cache(k, k, *where, cache, indices, indptr, last)
+    with pytest.raises(TypeError, match=r"positions must be a tensor of torch\.int32, got torch\.int64"):
+        flashinfer.append_paged_kv_cache(k, k, where[0], torch.tensor([0]), cache, indices, indptr, last)
+    mixed = cache[:, 0].to(torch.float8_e4m3fn), cache[:, 1].to(torch.float8_e5m2)
+    with pytest.raises(TypeError, match="paged_kv_cache must be of one dtype"):
+        flashinfer.append_paged_kv_cache(k, k, torch.zeros(1).int(), torch.zeros(1).int(), mixed, indices, indptr, last)
+    assert not cache.any()
+
+
+def test_prefill_has_a_window_of_the_call():
+    problem = build(PREFILL.replace(window=7))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    options = {"causal": True} | planned(problem) | {"window_left": -1}
+    wrapper.plan(as_torch(problem.query_starts), *page_table(problem), *sizes(problem), **options)
+    check(problem, *wrapper.run(as_torch(problem.q), cache_of(problem), return_lse=True, window_left=6))
+
+
 PLAN = [
     ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode must be \"NONE\", got 'ROPE_LLAMA'"),
     ({"q_data_type": "float33"}, "q_data_type must be a torch.dtype or its name, got 'float33'"),
@@ -141,6 +227,9 @@ PLAN = [
     ({"q_len_per_req": 2}, "every request must have at least q_len_per_req = 2 tokens, got [37, 0, 16]"),
     ({"last_page_len": torch.tensor([9, 0, 8]).int()}, "last_page_len must be in 1..page_size = 1..8, got [9, 0, 8]"),
     ({"indptr": torch.tensor([0, 5]).int()}, "indptr must have 4 entries"),
+    ({"indptr": torch.tensor([-4, -4, -4, -4]).int()}, "from at least 0"),
+    ({"indices": torch.arange(8)}, "indices must be a tensor of torch.int32, got torch.int64"),
+    ({"last_page_len": np.ones(3, np.int32)}, "last_page_len must be a tensor of torch.int32, got ndarray"),
 ]
 NAMES = ["indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
 
@@ -150,7 +239,7 @@ def test_plans_that_cannot_be_honoured_are_refused_by_name(changes, message):
     problem = build(DECODE)
     given = dict(zip(NAMES, [*page_table(problem), *sizes(problem)], strict=True)) | {"q_data_type": torch.float32}
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         wrapper.plan(**(given | changes))
     with pytest.raises(RuntimeError, match="call plan before run"):
         wrapper.run(as_torch(problem.q), cache_of(problem))
@@ -163,15 +252,35 @@ def test_runs_that_were_not_planned_are_refused():
     q, cache = as_torch(problem.q), cache_of(problem)
     for message, args, options in [
         ("q must have dtype torch.float32, which was planned", (q.half(), cache), {}),
-        ("q must have shape (tokens, 4, 64), as planned", (q[:, :2], cache), {}),
-        ("paged_kv_cache must have pages of 8 tokens of torch.float32", (q, (cache[0][:, :4], cache[1])), {}),
+        (
+            "q must have shape (tokens, num_qo_heads, head_dim) = (3, 4, 64), as planned, got (3, 2, 64)",
+            (q[:, :2], cache),
+            {},
+        ),
+        ("paged_kv_cache must have pages of shape (8, 2, 64) of torch.float32", (q, (cache[0][:, :4], cache[1])), {}),
         ("window_left must be -1, which was planned, got 3", (q, cache), {"window_left": 3}),
         ("what follows them is for jit_args", (q, cache, 1), {}),
+        ("paged_kv_cache must have pages of shape (8, 2, 64)", (q, tuple(x[:, :, :1] for x in cache)), {}),
+        ("paged_kv_cache must have pages", (q, (cache[0], cache[1].half())), {}),
+        ("paged_kv_cache must be a tensor", (q, [*cache]), {}),
+        ("lse must have dtype torch.float32 and shape (3, 4)", (q, cache), {"lse": torch.ones(4), "return_lse": True}),
+        ("and needs return_lse=True", (q, cache), {"lse": torch.ones(3, 4)}),
+        ("k_scale must be one number, got (2,)", (q, cache), {"k_scale": torch.ones(2)}),
     ]:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            wrapper.run(*args, **options)
+        out = torch.zeros_like(q)
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            wrapper.run(*args, out=out, **options)
+        assert not out.any()
     with pytest.raises(ValueError, match="use_cuda_graph must be False"):
         flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, use_cuda_graph=True)
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     with pytest.raises(ValueError, match="prefix_len_ptr must not be given"):
         prefill.plan(torch.tensor([0, 1, 1, 1]).int(), *page_table(problem), *sizes(problem), prefix_len_ptr=q)
+    for name, mask in (("custom_mask", torch.zeros(37).byte()), ("packed_custom_mask", torch.zeros(5).bool())):
+        with pytest.raises(TypeError, match=f"{name} must have dtype"):
+            prefill.plan(torch.tensor([0, 1, 1, 1]).int(), *page_table(problem), *sizes(problem), **{name: mask})
+    prefill.plan(torch.tensor([0, 1, 1, 3]).int(), *page_table(problem), *sizes(problem), q_data_type=torch.float32)
+    with pytest.raises(ValueError, match=r"q must have shape .* = \(3, 4, 64\), as planned, got \(2, 4, 64\)"):
+        prefill.run(q[:2], cache)
+    with pytest.raises(TypeError, match=r"after use_cuda_graph come use_tensor_cores, .* and kv_lay"):
+        flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, kv_lay="HND")

@@ -1,0 +1,240 @@
+"""What the wrappers of decode and prefill have in common: their tables, types and options, and the call itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...arrays import between_graphs, host_view
+from ...operations.attention import decode_attention, prefill_attention
+from ...operations.prepared import attend
+from ..arguments import in_words, require_int32, require_tensors
+from .cascade import LN2
+from .page import FLOAT8, unpack
+
+_WORDS = {
+    **{"block_tables": "indices", "scale": "sm_scale", "window": "window_left", "softcap": "logits_soft_cap"},
+    **{"mask": "custom_mask", "k_cache": "paged_kv_cache", "v_cache": "paged_kv_cache"},
+}
+
+
+class Wrapper:
+    """Base of both wrappers: their device, and what the last `plan` has set."""
+
+    _HINTS: tuple[str, ...] = ()  # arguments of the constructor after use_cuda_graph, in the order of the original
+    _takes_windows = False  # whether a call may have another window than the plan
+    _num_rows: int
+
+    def __init__(
+        self,
+        float_workspace_buffer: Any,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        *args: Any,
+        **hints: Any,
+    ) -> None:
+        require_tensors(float_workspace_buffer=float_workspace_buffer)
+        names = self._HINTS[len(args) :]
+        if len(args) > len(self._HINTS) or not hints.keys() <= set(names):
+            raise TypeError(
+                f"after use_cuda_graph come {', '.join(self._HINTS)}, "
+                f"got {len(args)} by position and {', '.join(hints)}"
+            )
+        hints.update(zip(self._HINTS, args, strict=False))
+        if kv_layout not in ("NHD", "HND"):
+            raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+        if use_cuda_graph:
+            raise ValueError(
+                "use_cuda_graph must be False: plan makes new tables, which a captured graph would not see"
+            )
+        if hints.get("jit_args") is not None or hints.get("jit_kwargs") is not None:
+            raise ValueError("jit_args must not be given: pass a score_mod to pagedkv.prefill_attention")
+        self.device = float_workspace_buffer.device
+        self._layout: Any = kv_layout
+        self._planned = False
+        self._starts: dict[str, Any] = {}
+        self._masks: dict[str, Any] = {}
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Any, int_workspace_buffer: Any) -> None:
+        """Do nothing, since workspace buffers are not used."""
+
+    def end_forward(self) -> None:
+        """Do nothing, as the original does."""
+
+    def _set_tables(self, indptr: Any, indices: Any, last_page_len: Any, page_size: int) -> None:
+        """Convert the page table to rows, and compute the lengths."""
+        for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+            require_int32(name, x, (None,))
+        starts, pages, last = (x.cpu().numpy() for x in (indptr, indices, last_page_len))
+        counts = np.diff(starts)
+        if len(starts) != len(last) + 1 or starts[0] < 0 or (counts < 0).any() or starts[-1] > len(pages):
+            raise ValueError(
+                f"indptr must have {len(last) + 1} entries, one more than last_page_len, from at least 0 up to at most "
+                f"{len(pages)}, the length of indices, and never decrease, got {starts.tolist()}"
+            )
+        has_pages = counts > 0
+        if ((last < 1) | (last > page_size))[has_pages].any():
+            raise ValueError(f"last_page_len must be in 1..page_size = 1..{page_size}, got {last.tolist()}")
+        tables = np.zeros((len(counts), max(int(counts.max(initial=0)), 1)), np.int32)
+        tables[np.arange(tables.shape[1]) < counts[:, None]] = pages[starts[0] : starts[-1]]
+        lens = np.where(has_pages, (counts - 1) * page_size + last, 0).astype(np.int32)
+        self._max_seq_len = int(lens.max(initial=0))
+        self._tables: Any = tables if self.device.type == "cpu" else torch.from_numpy(tables).to(self.device)
+        self._lens: Any = lens if self.device.type == "cpu" else torch.from_numpy(lens).to(self.device)
+        self._lens_on_host, self._page_size = lens, page_size
+        self._prepared: dict[Any, Any] = {}
+
+    def _set_types(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
+        self._q_dtype = _dtype("q_data_type", "float16" if q_data_type is None else q_data_type)
+        self._kv_dtype = self._q_dtype if kv_data_type is None else _dtype("kv_data_type", kv_data_type)
+        if o_data_type is not None and _dtype("o_data_type", o_data_type) != self._q_dtype:
+            raise ValueError(f"o_data_type must be {self._q_dtype}, that of q, got {o_data_type}")
+
+    def _set_options(self, sizes: tuple[int, int, int], window_left: int, soft_cap: Any, sm_scale: Any) -> None:
+        self._num_qo_heads, self._num_kv_heads, self._head_dim = sizes
+        self._set_logits(window_left, soft_cap, sm_scale)
+
+    def _set_logits(self, window_left: int, soft_cap: Any, sm_scale: Any) -> None:
+        self._window_left, self._softcap = window_left, soft_cap or None
+        self._scale = self._head_dim**-0.5 if sm_scale is None else sm_scale
+
+    @between_graphs
+    @in_words(_WORDS)
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Any = None,
+    ) -> Any:
+        """Compute attention as planned.
+
+        Parameters
+        ----------
+        q : (tokens, num_qo_heads, head_dim) tensor
+        paged_kv_cache : tensor or pair of tensors
+        q_scale, k_scale, v_scale : float, optional
+            The first two multiply `sm_scale`, the last one the output.
+        out : tensor like q, optional
+        lse : (tokens, num_qo_heads) float32 tensor, optional
+            Where to write the LSE.
+        return_lse : bool
+            Also return the LSE, base 2.
+        enable_pdl
+            No result depends on it.
+        window_left : int, optional
+            The planned one; of prefill, another one for this call.
+        sinks : (num_qo_heads,) float32 tensor, optional
+
+        Returns
+        -------
+        tensor, or (tensor, lse)
+
+        Raises
+        ------
+        RuntimeError
+            `plan` was not called.
+        TypeError, ValueError, IndexError
+            As in `pagedkv.decode_attention` and `pagedkv.prefill_attention`, and for tensors that are not as planned.
+        """
+        if args:
+            raise ValueError("run takes q and paged_kv_cache by position; what follows them is for jit_args")
+        self._require_planned()
+        require_tensors(q=q, out=out, lse=lse)
+        if q.dtype != self._q_dtype:
+            raise ValueError(f"q must have dtype {self._q_dtype}, which was planned, got {q.dtype}")
+        planned = self._num_rows, self._num_qo_heads, self._head_dim
+        if q.shape != planned:
+            raise ValueError(
+                f"q must have shape (tokens, num_qo_heads, head_dim) = {planned}, as planned, got {tuple(q.shape)}"
+            )
+        if window_left is None:
+            window_left = self._window_left
+        elif window_left != self._window_left and not self._takes_windows:
+            raise ValueError(f"window_left must be {self._window_left}, which was planned, got {window_left}")
+        if lse is not None and (lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not return_lse):
+            raise ValueError(
+                f"lse must have dtype torch.float32 and shape {tuple(q.shape[:2])}, and needs return_lse=True, "
+                f"got {lse.dtype} and {tuple(lse.shape)}"
+            )
+        caches, stored = self._caches(paged_kv_cache)
+        q_scale, k_scale, v_scale = map(_one_number, ("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale))
+        stored |= {"layout": self._layout, "max_seq_len": self._max_seq_len}
+        options = {
+            **self._masks,
+            "scale": self._scale * q_scale * k_scale,
+            "softcap": self._softcap,
+            "window": window_left + 1 if window_left >= 0 else None,
+        }
+        if sinks is not None:
+            options["sinks"] = sinks
+        where = {"block_tables": self._tables, "seq_lens": self._lens, **self._starts}
+        operation: Any = prefill_attention if self._starts else decode_attention
+        result, logs = None, None
+        if out is None and not return_lse:
+            key = tuple((x.shape, x.stride(), x.dtype) for x in caches)
+            k_cache, v_cache = (host_view(x) for x in caches)
+            result = attend(operation, self._prepared, key, q, k_cache, v_cache, where, stored, options)
+        else:
+            result = operation(q, *caches, **where, **stored, **options, out=out, return_lse=return_lse)
+            result, logs = result if return_lse else (result, None)
+        if v_scale != 1.0:
+            result.mul_(v_scale)
+        if not return_lse:
+            return result
+        assert logs is not None
+        logs.div_(LN2)
+        return result, logs if lse is None else lse.copy_(logs)
+
+    def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
+        """Call `run` with ``return_lse=True``."""
+        return self.run(q, paged_kv_cache, return_lse=True, **options)
+
+    def _require_planned(self) -> None:
+        if not self._planned:
+            raise RuntimeError("call plan before run")
+
+    def _caches(self, paged_kv_cache: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The K and V caches, and the options that say how they are stored."""
+        caches = unpack(paged_kv_cache)
+        page = self._page_size, self._num_kv_heads
+        planned = *(page if self._layout == "NHD" else page[::-1]), self._head_dim
+        if any(x.shape[1:] != planned or x.dtype != self._kv_dtype for x in caches):
+            raise ValueError(
+                f"paged_kv_cache must have pages of shape {planned} of {self._kv_dtype}, as planned, "
+                f"got {', '.join(f'{tuple(x.shape[1:])} of {x.dtype}' for x in caches)}"
+            )
+        if (kv_dtype := FLOAT8.get(self._kv_dtype)) is None:
+            return list(caches), {}
+        return [x.view(torch.uint8) for x in caches], {"kv_dtype": kv_dtype}
+
+
+def _one_number(name: str, scale: Any) -> float:
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        raise ValueError(f"{name} must be one number, got {tuple(scale.shape)}")
+    return 1.0 if scale is None else float(scale)
+
+
+def _dtype(name: str, given: Any) -> Any:
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} must be a torch.dtype or its name, got {given!r}")
+    return dtype
+
+
+def require_plain(pos_encoding_mode: str) -> None:
+    if pos_encoding_mode != "NONE":
+        raise ValueError(
+            f'pos_encoding_mode must be "NONE", got {pos_encoding_mode!r}: rotate with pagedkv.apply_rotary before, '
+            "or pass alibi_slopes to pagedkv.prefill_attention"
+        )
