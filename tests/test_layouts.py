@@ -18,7 +18,7 @@ from pagedkv.layouts import CacheSpec, Geometry, cache_geometry, cache_shapes, c
         ("vllm", 1, (9, 2, 4, 16, 16), (9, 2, 64, 16)),
     ],
 )
-def test_shapes_and_back(layout, itemsize, k_shape, v_shape):
+def test_cache_shapes_have_the_sizes_they_were_made_of(layout, itemsize, k_shape, v_shape):
     assert cache_shapes(layout, 9, 16, 2, 64, itemsize) == (k_shape, v_shape)
     geometry = cache_geometry(layout, k_shape, v_shape, itemsize)
     assert geometry == Geometry(num_blocks=9, block_size=16, num_kv_heads=2, head_dim=64)

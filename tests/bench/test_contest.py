@@ -64,7 +64,7 @@ def test_a_device_that_fails_in_the_turns_leaves_reasons():
     assert not result.samples
 
 
-def test_all_take_turns():
+def test_contestants_take_turns():
     calls = []
     samples = interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 2)
     assert calls == list("ababab")

@@ -196,7 +196,7 @@ def test_the_caller_can_be_interrupted_and_finds_the_kernel_later(monkeypatch, c
     ],
     ids=["config", "capability", "lineinfo", "sources", "versions", "settings"],
 )
-def test_what_differs_is_compiled_apart(monkeypatch, compiled, other):
+def test_what_differs_is_compiled_separately(monkeypatch, compiled, other):
     compile_kernel(make_scale, Config(3))
     start_again(monkeypatch)
     other(monkeypatch)
@@ -358,7 +358,7 @@ def test_an_environment_variable_asks_for_lines(monkeypatch, value, wanted):
     assert wants_lineinfo() == wanted
 
 
-def test_a_terminal_is_told_what_is_compiled(monkeypatch):
+def test_a_terminal_shows_what_is_compiled(monkeypatch):
     told = []
     monkeypatch.setattr(compiling, "showing_progress", lambda what: told.append(what) or contextlib.nullcontext())
     monkeypatch.setattr(compiling, "_compile", lambda *args: ("", 64))

@@ -158,7 +158,7 @@ def test_another_thread_may_grow_and_load_during_a_capture(cuda, torch):
     assert cuda.thread.mode == GLOBAL
 
 
-def test_another_thread_that_waits_during_a_capture_is_told_so(cuda, torch):
+def test_another_thread_that_waits_during_a_capture_gets_an_error(cuda, torch):
     decode, graph, failed = decode_of(torch.Tensor), torch.cuda.CUDAGraph(), []
     decode.call()
 

@@ -167,7 +167,7 @@ def at_every_step(page: Page, place: str, expression: str) -> list:
 
 
 @pytest.mark.parametrize("place", RUNS)
-def test_every_step_is_told(page, place):
+def test_every_step_is_reported(page, place):
     steps = data_of(scripts()[RUNS[place]])["steps"]
     parts = f"[...document.querySelectorAll('#{place} .telling p, #{place} .code')].map((each) => each.textContent)"
     told = at_every_step(page, place, parts)

@@ -90,7 +90,7 @@ def test_lanes_that_share_a_bank_take_more_wavefronts(offsets, size, wavefronts,
     assert lanes == np.flatnonzero(one.offsets >= 0).tolist()
 
 
-def test_a_conflict_is_said():
+def test_a_conflict_is_reported():
     _, _, lines, boxes = parsed(draw_banks(access(np.array([0, 128, 4]), phase=64, space="shared")))
     assert lines[1] == "2 wavefronts, 1 of them for conflicts"
     assert boxes == ["bank 16, byte 0: lane 0", "bank 17, byte 4: lane 2", "bank 16, byte 128: lane 1"]

@@ -240,7 +240,7 @@ sys.stdin.read()
     wait_until(lambda: shared.engine.cache.stats().used == 0)
 
 
-def test_requests_beyond_the_queue_are_told_to_come_again():
+def test_requests_beyond_the_queue_are_asked_to_retry():
     with serving("--max-batch", "1", "--max-waiting", "1") as server:
         with held(server) as is_held:
             connections = [begin(server.port, prompt="x", max_tokens=2) for _ in range(2)]

@@ -93,7 +93,7 @@ def test_an_amount_of_memory_that_cannot_be(memory):
         serve.build(serve.parse(["--memory", memory]))
 
 
-def test_a_port_that_is_taken_is_said(monkeypatch):
+def test_a_port_that_is_taken_is_reported(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
@@ -101,7 +101,7 @@ def test_a_port_that_is_taken_is_said(monkeypatch):
             serve.main()
 
 
-def test_a_host_without_an_address_is_said(monkeypatch):
+def test_a_host_without_an_address_is_reported(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["serve.py", "--host", "no host"])
     with pytest.raises(SystemExit, match=r"--host no host is no address of this machine \(.*\): try 127\.0\.0\.1"):
         serve.main()
@@ -117,14 +117,14 @@ def test_sizes_that_cannot_be(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_wrong_number_of_threads_is_said(monkeypatch):
+def test_a_wrong_number_of_threads_is_reported(monkeypatch):
     monkeypatch.setattr(threads._state, "count", None)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
     with pytest.raises(SystemExit, match=r"^PAGEDKV_NUM_THREADS must be an integer in 1\.\.1024, got 'abc'$"):
         serve.build(serve.parse([]))
 
 
-def test_a_pool_that_has_no_room_is_said(monkeypatch):
+def test_a_pool_that_has_no_room_is_reported(monkeypatch):
     monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
     with pytest.raises(
         SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --memory, --block-size or --context$"
@@ -132,7 +132,7 @@ def test_a_pool_that_has_no_room_is_said(monkeypatch):
         serve.build(serve.parse([]))
 
 
-def test_weights_that_cannot_be_read_are_said(tmp_path):
+def test_weights_that_cannot_be_read_are_reported(tmp_path):
     path = tmp_path / "weights.npz"
     for content, message in [
         (None, "is not there: train.py makes it"),
@@ -163,7 +163,7 @@ def test_a_model_that_is_neither_a_folder_nor_a_name(name):
         serve.build(serve.parse(["--model", name]))
 
 
-def test_a_hub_is_asked_aloud(monkeypatch, capsys):
+def test_a_request_to_a_hub_is_announced(monkeypatch, capsys):
     def offline(name, **options):
         raise OSError(capsys.readouterr().err)
 

@@ -24,7 +24,7 @@ def ask_refused(port):
 
 
 @pytest.mark.parametrize("beyond", [5, pytest.param(2000, marks=pytest.mark.long)])
-def test_connections_beyond_the_limit_are_told_so(beyond):
+def test_connections_beyond_the_limit_are_refused(beyond):
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16384), hard))  # both ends are in this process
@@ -158,7 +158,7 @@ def test_a_client_that_only_listens_gets_its_answer(impatient, stream, version):
     assert b"[DONE]" in rest if stream else b'"finish_reason":"length"' in rest
 
 
-def test_a_request_that_is_no_http_is_told_so_in_json(impatient):
+def test_a_request_that_is_no_http_gets_an_error_in_json(impatient):
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=60) as connection:
         connection.sendall(b"no http\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(4096), b""))

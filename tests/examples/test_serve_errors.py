@@ -192,7 +192,7 @@ def test_each_request_has_a_line_in_the_log_without_its_text(shared, caplog):
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status/pool"])
-def test_a_look_that_fails_is_an_answer(shared, monkeypatch, path):
+def test_a_status_request_that_fails_gets_an_error(shared, monkeypatch, path):
     monkeypatch.setattr(shared.engine.cache, "stats", failing)
     monkeypatch.setattr(shared.engine.cache, "_repr_html_", failing)
     status, _, body = ask(shared.port, None, path, "GET")
@@ -217,7 +217,7 @@ def test_a_thread_that_dies_tells_who_waits_and_ends_the_server():
         assert server.over_http.should_exit
 
 
-def test_a_look_at_a_server_that_ends_is_refused():
+def test_a_status_request_to_a_server_that_ends_is_refused():
     with serving() as server:
         with held(server) as is_held, begin(server.port, prompt="x", max_tokens=2):
             assert is_held()

@@ -152,7 +152,7 @@ def test_exhaustion_is_a_memory_error():
         ("_refs", 1, 2, "shared blocks are counted wrongly"),
     ],
 )
-def test_check_finds(array, index, value, message):
+def test_check_finds_broken_invariants(array, index, value, message):
     pool = BlockPool(4)
     pool.allocate(2)
     pool.check()

@@ -190,7 +190,7 @@ def test_slots_past_32_bits():
         ("_rows.handles._issued", 4, -1, "the entry for handles of no row has changed"),
     ],
 )
-def test_check_finds(table, where, index, value, message):
+def test_check_finds_broken_invariants(table, where, index, value, message):
     table.add(6)
     table.add(5)
     table.check()

@@ -13,7 +13,7 @@ def test_every_mutant_can_be_applied():
     assert stale(MUTANTS) == []
 
 
-def test_stale_mutants_are_told():
+def test_stale_mutants_are_reported():
     gone = Mutant("of a text that is gone", "no such text", "", "")
     twice = Mutant("of two texts", "import ", "", "")
     assert [line.split(": ")[0] for line in stale([gone, twice, twice])] == [

@@ -11,7 +11,7 @@ PREFILL = DECODE.replace(query_lens=(20, 5, 0))
 
 
 @pytest.mark.parametrize(("spec", "count"), [(DECODE, 8), (PREFILL, 10), (DECODE.replace(layout="vllm"), 7)])
-def test_our_operations_are(spec, count):
+def test_our_operations_are_invariant(spec, count):
     assert assert_invariant(spec) == count
 
 
@@ -39,6 +39,6 @@ def test_each_is_looked_at(over, what):
         assert_invariant(PREFILL, by(what), over=[over])
 
 
-def test_no_such_thing():
+def test_an_unknown_kind_of_change_is_refused():
     with pytest.raises(ValueError, match=r"^over must be of placement, batch, block_size, chunks, got colour$"):
         assert_invariant(DECODE, over=["colour"])

@@ -52,7 +52,7 @@ def test_quick_leaves_out_what_is_compiled_for_seconds(monkeypatch):
     assert not {row.get("peer") for row in rows} & set(peers.COMPILED)
 
 
-def test_all_of_it(monkeypatch):
+def test_a_run_has_rows_for_all_subjects_and_notes_for_those_that_fail(monkeypatch):
     monkeypatch.setattr(run, "CACHES", ("float32",))
     monkeypatch.setattr(run, "SUBJECTS", WITH_TORCH | {"Nowhere": missing, "Zero": wrong})
     rows = run.run(repeats=2, progress=lambda text: None)

@@ -246,7 +246,7 @@ def test_hashes_of_another_kind(digest, error, message):
         ({"events": []}, r"^events must be a function of an event, or None, got \[\]$"),
     ],
 )
-def test_what_cannot_be_called(options, message):
+def test_hooks_that_cannot_be_called_are_refused(options, message):
     with pytest.raises(TypeError, match=message):
         make(**options)
 

@@ -423,7 +423,7 @@ def test_refusals(call, error, message):
         ("eviction._places", 0, 0, "waits that cannot be evicted"),
     ],
 )
-def test_check_finds(where, index, value, message):
+def test_check_finds_broken_invariants(where, index, value, message):
     cache = make()
     started(cache, TEXT)
     cache.check()
