@@ -15,7 +15,8 @@ def require_tensors(**named: Any) -> None:
     """Raise TypeError for what is neither a tensor nor None."""
     for name, x in named.items():
         if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            remedy = ": torch.from_numpy shares its memory" if type(x).__name__ == "ndarray" else ""
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{remedy}")
 
 
 def require_int32(name: str, x: Any, shape: tuple[int | None, ...]) -> None:

@@ -14,6 +14,7 @@ import torch
 from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
 from ..memory.arguments import as_int
+from .arguments import require_tensors
 
 
 class CacheManager:
@@ -75,6 +76,7 @@ class CacheManager:
         num_blocks: int | None = None,
         dtype: Any = torch.bfloat16,
     ) -> None:
+        require_tensors(tokens=tokens)
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have shape (batch_size, max_seq_len), got {tuple(tokens.shape)}")
         num_seqs, max_seq_len = tokens.shape
@@ -104,6 +106,7 @@ class CacheManager:
 
     def get_kv_cache(self, layer: int = 0) -> tuple[Any, Any]:
         """K and V of a layer, each (num_blocks, block_size, n_kv_heads, head_dim)."""
+        layer = as_int("layer", layer, maximum=len(self.cache.k_caches) - 1)
         return self.cache.k_caches[layer], self.cache.v_caches[layer]
 
     def get_last_pos(self) -> Any:
@@ -133,7 +136,13 @@ class CacheManager:
             Not batch_size bools.
         """
         cache, size = self.cache, self.cache.block_size
-        steps = list(zip(self.seqs, eos_reached, input_text_mask, strict=True))
+        ended_before, are_prompts = list(eos_reached), list(input_text_mask)
+        if not len(ended_before) == len(are_prompts) == len(self.seqs):
+            raise ValueError(
+                f"eos_reached and input_text_mask must have batch_size = {len(self.seqs)} bools each, "
+                f"got {len(ended_before)} and {len(are_prompts)}"
+            )
+        steps = list(zip(self.seqs, ended_before, are_prompts, strict=True))
         ended = [seq for seq, eos, is_prompt in steps if eos and not is_prompt]
         growing = [seq for seq, eos, is_prompt in steps if not eos and not is_prompt]
         lens = cache.seq_lens(ended)

@@ -199,7 +199,7 @@ REFUSED = [
     ({"block_table": LENS[:, None].numpy()}, "block_table must be a tensor of torch.int32, got ndarray"),
     ({"window_size": (3.5, 0)}, "window_size must be two ints, got (3.5, 0)"),
     ({"softmax_scale": "1"}, "softmax_scale must be a number, got str"),
-    ({"q": Q.numpy()}, "q must be a torch.Tensor, got ndarray"),
+    ({"q": Q.numpy()}, "q must be a torch.Tensor, got ndarray: torch.from_numpy shares its memory"),
     ({"k_descale": torch.ones(1, HKV)}, "k_descale and v_descale are for caches of fp8"),
     ({"q": Q[0]}, "q must have shape (batch_size, seqlen, num_heads, head_dim)"),
     ({"k": NEW, "v": NEW, "cache_seqlens": LENS, "softcap": -1.0}, "softcap must be positive"),
@@ -225,6 +225,7 @@ VARLEN = [
     ({"cu_seqlens_k": torch.tensor([0, 2])}, "cu_seqlens_k must be a tensor of torch.int32, got torch.int64"),
     ({"cu_seqlens_k": torch.tensor([0, 1, 2]).int()}, "cu_seqlens_k must have shape (2,), got (3,)"),
     ({"cu_seqlens_k": torch.tensor([2, 0]).int()}, "cu_seqlens_k must never decrease"),
+    ({"k": CACHE, "v": CACHE}, "head_dim), or pages with a block_table, got"),
     ({"seqused_k": LENS}, "seqused_k must be at most the tokens between cu_seqlens_k, [2], got [3]"),
     ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),
 ]

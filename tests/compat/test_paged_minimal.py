@@ -110,6 +110,7 @@ def test_a_free_block_is_handed_out_once():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"tokens": [[3]]}, TypeError, "tokens must be a torch.Tensor, got list"),
         ({"tokens": torch.zeros(3)}, ValueError, r"tokens must have shape \(batch_size, max_seq_len\), got \(3,\)"),
         ({"batch_size": 3}, ValueError, "batch_size must be the 1 rows of tokens, or left out, got 3"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
@@ -130,5 +131,12 @@ def test_sizes_of_a_key_are_keywords():
 
 
 def test_bools_for_each_sequence():
-    with pytest.raises(ValueError, match="shorter"):
-        manager_of([3, 3]).update([False], [False])
+    with pytest.raises(
+        ValueError, match="eos_reached and input_text_mask must have batch_size = 2 bools each, got 2 and 1"
+    ):
+        manager_of([3, 3]).update([False, False], [False])
+
+
+def test_a_layer_that_is_not_there():
+    with pytest.raises(ValueError, match="layer must be at most 0, got 1"):
+        manager_of([3]).get_kv_cache(1)
