@@ -7,6 +7,7 @@ x) with x = 16 / itemsize, value caches (num_blocks, num_kv_heads, head_dim, blo
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,13 +15,19 @@ import torch
 from ..arrays import between_graphs
 from ..operations import caches
 from ..operations.attention import decode_attention
+from .arguments import in_words, require_tensors
 
 # What the strings of kv_cache_dtype are here.
 KV_DTYPES = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_WORDS = {
+    **{"q": "query", "k_cache": "key_cache", "v_cache": "value_cache", "k": "key", "v": "value"},
+    **{"slots": "slot_mapping", "pairs": "block_mapping"},
+}
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @between_graphs
+@in_words(_WORDS)
 def paged_attention_v1(
     out: Any,
     query: Any,
@@ -60,8 +67,8 @@ def paged_attention_v1(
     alibi_slopes : (num_heads,) float32 tensor or None
     kv_cache_dtype : {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}
         "fp8" is e4m3.
-    k_scale, v_scale : float, or float32 tensor of one element
-        value = code * scale.
+    k_scale, v_scale : float, or float32 tensor
+        value = code * scale; a tensor has one element, or one for each KV head.
     tp_rank, blocksparse_...
         Options of block-sparse attention, which is refused: they must have their defaults, `tp_rank` may be any.
 
@@ -89,6 +96,7 @@ def paged_attention_v1(
 
 
 @between_graphs
+@in_words(_WORDS)
 def paged_attention_v2(
     out: Any,
     exp_sum: Any,
@@ -147,6 +155,7 @@ def paged_attention_v2(
 
 
 @between_graphs
+@in_words(_WORDS)
 def reshape_and_cache(
     key: Any,
     value: Any,
@@ -189,6 +198,7 @@ def reshape_and_cache(
 
 
 @between_graphs
+@in_words(_WORDS)
 def reshape_and_cache_flash(
     key: Any,
     value: Any,
@@ -215,6 +225,7 @@ def reshape_and_cache_flash(
     _write(key, value, key_cache, value_cache, slot_mapping, "NHD", kv_cache_dtype, k_scale, v_scale)
 
 
+@in_words(_WORDS)
 def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: Any) -> None:
     """Copy blocks within all caches of all layers.
 
@@ -242,6 +253,7 @@ def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: A
     caches.copy_blocks(key_caches, value_caches, block_mapping)
 
 
+@in_words(_WORDS)
 def swap_blocks(src: Any, dst: Any, block_mapping: Any) -> None:
     """Copy blocks from one cache to another; one may be on the host and one on a device.
 
@@ -296,9 +308,14 @@ def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp
     tensor([  1., 448.])
     """
     float8 = _FLOAT8[_kv_dtype("kv_dtype", kv_dtype, with_auto=False)]
-    if (output.dtype == torch.uint8) == (input.dtype == torch.uint8) or output.shape != input.shape:
+    require_tensors(output=output, input=input)
+    if not 0 < float(scale) < math.inf:
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+    wide = input if output.dtype == torch.uint8 else output
+    one_is_fp8 = (output.dtype == torch.uint8) != (input.dtype == torch.uint8)
+    if not one_is_fp8 or not wide.is_floating_point() or output.shape != input.shape:
         raise ValueError(
-            "output and input must have one shape, and one of them dtype torch.uint8, "
+            "output and input must have one shape, and one of them dtype torch.uint8, the other one a float dtype, "
             f"got {output.dtype} of {tuple(output.shape)} and {input.dtype} of {tuple(input.shape)}"
         )
     if output.dtype == torch.uint8:
@@ -330,6 +347,13 @@ def _attend(
         raise ValueError(
             "blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size and "
             f"blocksparse_head_sliding_step must be 0, 0, 64 and 0, got {sparse}: pagedkv has no block-sparse attention"
+        )
+    require_tensors(query=query, key_cache=key_cache, value_cache=value_cache)
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out must be a torch.Tensor, which is written, got {type(out).__name__}")
+    if not isinstance(num_kv_heads, int):
+        raise TypeError(
+            f"num_kv_heads must be an int, got {type(num_kv_heads).__name__}: the KV head of each query head follows"
         )
     if key_cache.dim() != 5:
         raise ValueError(
@@ -384,7 +408,9 @@ def _kv_dtype(name: str, given: str, *, with_auto: bool = True) -> Any:
 def _scale(name: str, scale: Any, num_kv_heads: int) -> Any:
     if not isinstance(scale, torch.Tensor):
         return scale
+    if scale.shape == (num_kv_heads,):
+        return scale.contiguous()
     if scale.numel() != 1:
-        raise ValueError(f"{name} must have one element, got {tuple(scale.shape)}")
+        raise ValueError(f"{name} must have one element, or one for each KV head, got {tuple(scale.shape)}")
     # An array with one for each KV head, because a number would have to be read from the device.
     return scale.reshape(1).expand(num_kv_heads).contiguous() if scale.is_cuda else float(scale)

@@ -106,7 +106,18 @@ REFUSED = [
     ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, fp8_e5m2, got 'int8'"),
     ({"block_size": 16}, "num_kv_heads and block_size must be 2 and 8, those of key_cache, got 2 and 16"),
     ({"key_cache": torch.zeros(9, 2, 64, 8)}, "key_cache must have shape"),
-    ({"kv_cache_dtype": "fp8", "k_scale": torch.ones(2)}, "k_scale must have one element, got (2,)"),
+    (
+        {"key_cache": torch.zeros(9, 2, 16, 8, 4).half()},
+        "key_cache must have shape (num_blocks, num_kv_heads, head_dim / 8",
+    ),
+    ({"query": torch.zeros(2, 4, 32)}, "query must have shape"),
+    ({"query": np.zeros((2, 4, 64), np.float32)}, "query must be a torch.Tensor, got ndarray"),
+    ({"num_kv_heads": torch.tensor([0, 0, 1, 1])}, "num_kv_heads must be an int, got Tensor"),
+    ({"out": None}, "out must be a torch.Tensor, which is written, got NoneType"),
+    (
+        {"kv_cache_dtype": "fp8", "k_scale": torch.ones(3)},
+        "k_scale must have one element, or one for each KV head, got (3,)",
+    ),
 ]
 NAMES = [
     *("query", "key_cache", "value_cache", "num_kv_heads", "scale", "block_tables", "seq_lens", "block_size"),
@@ -116,6 +127,37 @@ NAMES = [
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else None)
 def test_what_cannot_be_honoured_is_refused_by_name(changes, message):
-    given = dict(zip(NAMES, arguments(build(VLLM)), strict=True)) | changes
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ops.paged_attention_v1(torch.empty_like(given["query"]), **given)
+    given = dict(zip(NAMES, arguments(build(VLLM)), strict=True))
+    given = {"out": torch.empty_like(given["query"])} | given | changes
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        ops.paged_attention_v1(**given)
+
+
+def test_messages_name_arguments_as_vllm_does():
+    key, caches = torch.ones(2, 1, 8), torch.zeros(2, 4, 8, 1, 8)
+    with pytest.raises(IndexError, match="slot_mapping must be below"):
+        ops.reshape_and_cache_flash(key, key, *caches, torch.tensor([1, 99]), "auto", 1.0, 1.0)
+    with pytest.raises(ValueError, match="value must have shape"):
+        ops.reshape_and_cache_flash(key, key[:1], *caches, torch.tensor([1, 2]), "auto", 1.0, 1.0)
+    with pytest.raises(TypeError, match="block_mapping must be an array"):
+        ops.copy_blocks([caches[0]], [caches[1]], {0: [1]})
+    with pytest.raises(IndexError, match="block_mapping must hold block ids"):
+        ops.swap_blocks(*caches, torch.tensor([[0, 9]]))
+    assert not caches.any()
+
+
+def test_scales_of_heads_as_newer_releases_have_them():
+    key, scales = torch.tensor([[[1.0] * 16, [8.0] * 16]]), torch.tensor([0.5, 4.0])
+    caches = torch.zeros(2, 1, 8, 2, 16, dtype=torch.uint8)
+    ops.reshape_and_cache_flash(key, key, *caches, torch.tensor([3]), "fp8", scales, scales)
+    assert (caches[:, 0, 3].view(torch.float8_e4m3fn).float() == 2).all()
+
+
+def test_conversions_that_have_no_value_are_refused():
+    codes = torch.zeros(4, dtype=torch.uint8)
+    for scale in (0.0, -1.0, torch.nan):
+        with pytest.raises(ValueError, match="scale must be positive and finite"):
+            ops.convert_fp8(codes, torch.ones(4), scale)
+    with pytest.raises(ValueError, match="the other one a float dtype"):
+        ops.convert_fp8(codes, torch.ones(4).int())
+    assert not codes.any()
