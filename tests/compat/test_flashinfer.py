@@ -98,6 +98,19 @@ def test_a_custom_mask_goes_before_causal(kind):
     mask = {"custom_mask" if kind == "bool" else "packed_custom_mask": as_torch(problem.options["mask"])}
     starts = as_torch(problem.query_starts)
     wrapper.plan(starts, *page_table(problem), *sizes(problem), causal=True, **mask, **planned(problem))
+    for x in mask.values():
+        x.zero_()  # what is planned stays
+    check(problem, *wrapper.run(as_torch(problem.q), cache_of(problem), return_lse=True))
+
+
+def test_masks_of_any_shape_and_stride():
+    problem = build(PREFILL.replace(mask="bool", causal=False))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    mask = as_torch(problem.options["mask"])
+    twice = torch.stack([mask, ~mask], dim=1)[:, :1]
+    wrapper.plan(
+        as_torch(problem.query_starts), *page_table(problem), *sizes(problem), custom_mask=twice, **planned(problem)
+    )
     check(problem, *wrapper.run(as_torch(problem.q), cache_of(problem), return_lse=True))
 
 
@@ -128,6 +141,8 @@ def test_states_are_merged_in_base_2():
     weights = torch.softmax(s * math.log(2), dim=1)
     torch.testing.assert_close(out, (weights[..., None] * v).sum(dim=1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, torch.log2(torch.exp2(s).sum(dim=1)), atol=1e-5, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"s must be a torch\.Tensor, got ndarray"):
+        flashinfer.merge_states(v, s.numpy())
     again = flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
     torch.testing.assert_close(again, (out, lse))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...arrays import between_graphs
 from ...operations import attention
+from ..arguments import require_tensors
 
 LN2 = math.log(2.0)
 
@@ -36,6 +37,7 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     >>> v[0, 0, 0], s
     (tensor(2.), tensor([[1.]]))
     """
+    require_tensors(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b)
     out, lse = attention.merge_states([v_a, v_b], [s_a.float() * LN2, s_b.float() * LN2])
     return out, lse.div_(LN2)
 
@@ -64,5 +66,6 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     >>> merged[0, 0, 0], s
     (tensor(2.), tensor([[1.]]))
     """
+    require_tensors(v=v, s=s)
     out, lse = attention.merge_states(list(v.unbind(1)), list((s.float() * LN2).unbind(1)))
     return out, lse.div_(LN2)

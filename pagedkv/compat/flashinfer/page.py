@@ -60,7 +60,9 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
 
 
 @between_graphs
-@in_words({"k": "append_key", "v": "append_value", "slots": "kv_indices", "k_cache": "paged_kv_cache"})
+@in_words(
+    {"k": "append_key", "v": "append_value", "slots": "kv_indices", "k_cache": "paged_kv_cache", "layout": "kv_layout"}
+)
 def append_paged_kv_cache(
     append_key: Any,
     append_value: Any,

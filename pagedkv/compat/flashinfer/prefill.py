@@ -165,4 +165,4 @@ def _flat_mask(name: str, mask: Any, dtype: Any) -> Any:
     require_tensors(**{name: mask})
     if mask.dtype != dtype:
         raise TypeError(f"{name} must have dtype {dtype}, got {mask.dtype}")
-    return mask.reshape(-1)
+    return mask.reshape(-1).clone()  # what is planned stays, whatever the caller writes

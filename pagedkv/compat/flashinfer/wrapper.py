@@ -16,7 +16,7 @@ from .page import FLOAT8, unpack
 
 _WORDS = {
     **{"block_tables": "indices", "scale": "sm_scale", "window": "window_left", "softcap": "logits_soft_cap"},
-    **{"mask": "custom_mask", "k_cache": "paged_kv_cache", "v_cache": "paged_kv_cache"},
+    **{"mask": "custom_mask or packed_custom_mask", "k_cache": "paged_kv_cache", "v_cache": "paged_kv_cache"},
 }
 
 
