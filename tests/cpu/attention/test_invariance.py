@@ -39,6 +39,8 @@ def rows_of(spec, seq, first, count, seq_len, is_decode):
 def ways(draw, kernel):
     """A problem, the same one laid out differently, and where to cut the query tokens of each sequence into chunks."""
     spec = draw(specs(kernel, prefill=True)).replace(causal=True, alibi=draw(st.booleans()), padding_rows=0)
+    # Decode has none of these.
+    spec = spec.replace(window_right=None, leftpad=False, mask=None, seq_slopes=False)
     layouts = ["NHD", "HND"]
     if (spec.head_dim * build(spec).k_cache.itemsize) % 16 == 0:
         layouts.append("vllm")
