@@ -19,7 +19,7 @@ from ..operations.attention import attend, prefill_attention
 from ..operations.caches import write_kv
 from ..operations.rotary import apply_rotary
 from ..validation.attention import attention_call
-from .arguments import in_words, require_int32, require_tensors
+from .arguments import in_words, require_int32
 from .ragged import as_blocks, behind_padding
 
 FP8_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -41,7 +41,7 @@ _WORDS_OF_RAGGED = {**_WORDS, "seq_lens": "cu_seqlens_k or seqused_k"}
 
 
 @between_graphs
-@in_words(_WORDS_OF_CACHES)
+@in_words(_WORDS_OF_CACHES, ("q", "k_cache", "v_cache", "k", "v", "alibi_slopes", "k_descale", "v_descale"))
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -139,8 +139,6 @@ def flash_attn_with_kvcache(
     torch.Size([1, 1, 8, 64])
     """
     _refuse(refused)
-    require_tensors(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, alibi_slopes=alibi_slopes)
-    require_tensors(rotary_cos=rotary_cos, rotary_sin=rotary_sin, k_descale=k_descale, v_descale=v_descale)
     _require_no_grad(q, k_cache, v_cache, k, v)
     if page_table is not None:
         if block_table is not None:
@@ -210,7 +208,7 @@ def flash_attn_with_kvcache(
 
 
 @between_graphs
-@in_words(_WORDS_OF_RAGGED)
+@in_words(_WORDS_OF_RAGGED, ("q", "k", "v", "alibi_slopes", "k_descale", "v_descale"))
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -279,7 +277,6 @@ def flash_attn_varlen_func(
     torch.Size([7, 8, 64])
     """
     _refuse(refused)
-    require_tensors(q=q, k=k, v=v, alibi_slopes=alibi_slopes, k_descale=k_descale, v_descale=v_descale)
     _require_no_grad(q, k, v)
     if not isinstance(dropout_p, (int, float)) or dropout_p:
         raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: pagedkv has no dropout")

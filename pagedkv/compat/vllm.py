@@ -27,7 +27,7 @@ _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @between_graphs
-@in_words(_WORDS)
+@in_words(_WORDS, ("query", "key_cache", "value_cache"))
 def paged_attention_v1(
     out: Any,
     query: Any,
@@ -96,7 +96,7 @@ def paged_attention_v1(
 
 
 @between_graphs
-@in_words(_WORDS)
+@in_words(_WORDS, ("query", "key_cache", "value_cache"))
 def paged_attention_v2(
     out: Any,
     exp_sum: Any,
@@ -348,7 +348,6 @@ def _attend(
             "blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size and "
             f"blocksparse_head_sliding_step must be 0, 0, 64 and 0, got {sparse}: pagedkv has no block-sparse attention"
         )
-    require_tensors(query=query, key_cache=key_cache, value_cache=value_cache)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out must be a torch.Tensor, which is written, got {type(out).__name__}")
     if not isinstance(num_kv_heads, int):

@@ -227,6 +227,7 @@ VARLEN = [
     ({"cu_seqlens_k": torch.tensor([2, 0]).int()}, "cu_seqlens_k must never decrease"),
     ({"k": CACHE, "v": CACHE}, "head_dim), or pages with a block_table, got"),
     ({"seqused_k": LENS}, "seqused_k must be at most the tokens between cu_seqlens_k, [2], got [3]"),
+    ({"k": NEW[0].numpy()}, "k must be a torch.Tensor, got ndarray"),
     ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),
 ]
 

@@ -111,7 +111,7 @@ REFUSED = [
         "key_cache must have shape (num_blocks, num_kv_heads, head_dim / 8",
     ),
     ({"query": torch.zeros(2, 4, 32)}, "query must have shape"),
-    ({"query": np.zeros((2, 4, 64), np.float32)}, "query must be a torch.Tensor, got ndarray"),
+    ({"key_cache": np.zeros((9, 2, 16, 8, 4), np.float32)}, "key_cache must be a torch.Tensor, got ndarray"),
     ({"num_kv_heads": torch.tensor([0, 0, 1, 1])}, "num_kv_heads must be an int, got Tensor"),
     ({"out": None}, "out must be a torch.Tensor, which is written, got NoneType"),
     (

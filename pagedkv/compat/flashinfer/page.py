@@ -129,7 +129,8 @@ def append_paged_kv_cache(
 def unpack(paged_kv_cache: Any) -> tuple[Any, Any]:
     """K and V."""
     if isinstance(paged_kv_cache, torch.Tensor) and paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2:
-        return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+        k_cache, v_cache = paged_kv_cache.unbind(1)
+        return k_cache, v_cache
     is_pair = isinstance(paged_kv_cache, tuple) and len(paged_kv_cache) == 2
     if not is_pair or any(not isinstance(x, torch.Tensor) or x.dim() != 4 for x in paged_kv_cache):
         raise TypeError(

@@ -150,7 +150,7 @@ class Wrapper:
         if args:
             raise ValueError("run takes q and paged_kv_cache by position; what follows them is for jit_args")
         self._require_planned()
-        require_tensors(q=q, out=out, lse=lse)
+        require_tensors(q=q)
         if q.dtype != self._q_dtype:
             raise ValueError(f"q must have dtype {self._q_dtype}, which was planned, got {q.dtype}")
         planned = self._num_rows, self._num_qo_heads, self._head_dim
