@@ -172,7 +172,9 @@ def test_an_error_of_the_server_is_json_as_well(shared, monkeypatch, caplog):
 
 def test_each_request_has_a_line_in_the_log_without_its_text(shared, caplog):
     with caplog.at_level(logging.INFO, logger="pagedkv.serve"):
-        answer = json.loads(ask(shared.port, {"prompt": "import secret", "max_tokens": 3, "user": "secret", "temperature": 0})[2])
+        answer = json.loads(
+            ask(shared.port, {"prompt": "import secret", "max_tokens": 3, "user": "secret", "temperature": 0})[2]
+        )
         ask(shared.port, {"prompt": "secret", "secret": 1})
         ask(shared.port, None, "/health", "GET")
         ask(shared.port, None, "/no%0Asuch", "GET")
