@@ -22,6 +22,7 @@ _EXPORTED = "efBHIil"  # the characters of common dtypes whose memory NumPy expo
 # Bits of `flags.num`: contiguous, aligned and writable; and that of what broadcast_arrays returns, which says it is
 # writable though NumPy does not lend its memory.
 _LENT, _WARNS_ON_WRITE = 0x0501, 0x80000000
+_ANYWHERE = 256  # for arrays without elements, since NumPy before 2.4 takes an interface at address 0 for a number
 _HARMLESS = (np.shares_memory, np.may_share_memory)
 
 
@@ -87,7 +88,8 @@ def make_shadow(
     """
     # NumPy accepts such an interface for its own dtypes only: raw bytes of the same size stand in for the others.
     plain = dtype if dtype.isbuiltin == 1 else np.dtype(f"V{dtype.itemsize}")
-    interface = {"shape": shape, "strides": strides, "typestr": plain.str, "data": (address, read_only), "version": 3}
+    data = (address or _ANYWHERE, read_only)
+    interface = {"shape": shape, "strides": strides, "typestr": plain.str, "data": data, "version": 3}
     return np.asarray(_Interface(interface)).view(dtype, Shadow)
 
 

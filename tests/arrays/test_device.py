@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedkv.arrays import Shadow, identify, interface
-from pagedkv.arrays.shadow import make_shadow
+from pagedkv.arrays.shadow import address_of, make_shadow
 
 from ..support.device_fakes import ELSEWHERE, InterfaceArray, fake_cupy, fake_torch
 
@@ -52,7 +52,9 @@ def test_a_shadow_has_all_metadata(dtype, read_only):
     assert shadow.flags.aligned
     assert make_shadow(ADDRESS + 1, (3,), None, np.dtype(np.float32), False).flags.aligned is False
     assert make_shadow(ADDRESS, (3, 8), None, dtype, False).flags.c_contiguous
-    assert make_shadow(0, (3, 0, 2), None, dtype, False).shape == (3, 0, 2)
+    empty = make_shadow(0, (3, 0, 2), None, dtype, False)
+    assert empty.shape == (3, 0, 2)
+    assert address_of(empty) == address_of(make_shadow(0, (3, 0, 2), None, dtype, False))  # no memory of NumPy's
 
 
 def test_shadows_overlap_where_their_addresses_do():
