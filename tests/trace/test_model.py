@@ -45,17 +45,6 @@ def test_the_windows_of_a_model(tmp_path, changes, windows):
     assert read_config(str(tmp_path)).windows == windows
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2", "cohere2"])
-def test_windows_are_those_that_transformers_reads(tmp_path, name):
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(name)
-    config.save_pretrained(tmp_path)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if config.sliding_window else ""] * 99
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    assert read_config(str(tmp_path)).windows == windows[: config.num_hidden_layers]
-
-
 @pytest.mark.parametrize(
     ("config", "tokens", "size", "seen"),
     [
