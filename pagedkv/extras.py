@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 
@@ -25,6 +23,10 @@ def pip_install(extra: str) -> str:
         ``pip install "pagedkv[plot] @ file:///src/pagedkv"`` if pip copied it. ``pip install "pagedkv[plot]"`` if pip
         took the package from an index, or from a folder of wheels.
     """
+    # Only messages need these: they would take 5 % of `import pagedkv`.
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+
     clone = Path(__file__).parents[1]
     if (clone / "pyproject.toml").exists():
         return f'pip install -e "{clone}[{extra}]"'

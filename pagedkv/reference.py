@@ -167,7 +167,7 @@ def prefill_attention(
     out = np.full((num_tokens, num_heads, head_dim), np.nan)
     lse = np.full((num_tokens, num_heads), np.nan)
     slopes = None if alibi_slopes is None else np.broadcast_to(alibi_slopes, (len(seq_lens), num_heads))
-    unmasked = mask
+    rest = mask  # the masks of the sequences to come
     for seq, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(int(query_starts[seq]), int(query_starts[seq + 1]))
         if seq_len == 0:  # decode only: an empty sequence has a row, and no sink either
@@ -190,8 +190,8 @@ def prefill_attention(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        if unmasked is not None:
-            own, unmasked = _mask_of(unmasked, visible.shape)
+        if rest is not None:
+            own, rest = _mask_of(rest, visible.shape)
             visible &= own
         out[rows], lse[rows] = _attend(
             q[rows],

@@ -26,7 +26,9 @@ def test_a_clone_is_named_by_its_folder():
 def test_an_installed_copy_comes_from_where_it_came_from(monkeypatch, tmp_path, recorded, source):
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "pagedkv" / "extras.py"))
     text = None if recorded is None else json.dumps(recorded)
-    monkeypatch.setattr(extras, "distribution", lambda name: SimpleNamespace(read_text={"direct_url.json": text}.get))
+    monkeypatch.setattr(
+        "importlib.metadata.distribution", lambda name: SimpleNamespace(read_text={"direct_url.json": text}.get)
+    )
     assert extras.pip_install("plot") == f'pip install "pagedkv[plot]{source}"'
 
 
@@ -35,5 +37,5 @@ def test_a_copied_folder_has_no_record(monkeypatch, tmp_path):
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "__file__", str(tmp_path / "pagedkv" / "extras.py"))
-    monkeypatch.setattr(extras, "distribution", missing)
+    monkeypatch.setattr("importlib.metadata.distribution", missing)
     assert extras.pip_install("plot") == 'pip install "pagedkv[plot]"'

@@ -173,15 +173,15 @@ def flash_attn_with_kvcache(
                 f"k and v must have shape ({batch_size}, seqlen_new, num_kv_heads, head_dim), "
                 f"got {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        where_new = _new_slots(k, tables, lens, k_cache.shape[1])
+        slots, positions = _new_slots(k, tables, lens, k_cache.shape[1])
         rotation = {}
         if rotary_cos is not None:
             rotation = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
             is_local = causal or tuple(window_size) != (-1, -1)
             q = _rotated(q, lens, is_local, rotation)
-            rotation["positions"] = where_new[1]
+            rotation["positions"] = positions
         flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        write = partial(write_kv, flat_k, flat_v, k_cache, v_cache, where_new[0], **rotation, **stored)
+        write = partial(write_kv, flat_k, flat_v, k_cache, v_cache, slots, **rotation, **stored)
         lens = lens + k.shape[1]
     elif v is not None or rotary_cos is not None or rotary_sin is not None:
         raise ValueError("v, rotary_cos and rotary_sin need k")

@@ -19,6 +19,7 @@ from .kernels import (
     FEW_ROWS_SPLIT,
     LONG,
     ON_DEVICE,
+    PREFILL_CORES,
     PREFILL_VLLM,
     SPLIT,
     V1,
@@ -141,11 +142,10 @@ def test_a_wrong_length_that_nobody_checks_counts_as_0_and_harms_no_later_call(k
         assert_only_these_are_empty(problem, result, expected, [2] if 0 < i <= len(bad) else [])
 
 
-@each_kernel(*DECODE)
-def test_block_ids_before_the_window_are_not_looked_at(kernel, open_device):
-    problem = kernel.build(seq_lens=(600,), window=70)
+def assert_checked_from(first_key, problem, kernel, open_device):
+    """Blocks before that of the first key that is seen may be wrong, and that one may not."""
     expected, call = kernel.attend(problem, open_device), kernel.call(problem, check=True)
-    first = (600 - 70) // kernel.spec.block_size
+    first = first_key // kernel.spec.block_size
     call.block_tables[0, :first] = -1  # freed
     result = new_results(problem)
     with open_device() as device:
@@ -157,6 +157,20 @@ def test_block_ids_before_the_window_are_not_looked_at(kernel, open_device):
         kernel.launch(device, call, *result)
         with pytest.raises(IndexError, match=rf"got -1 for sequence 0, column {first}"):
             raise_if_failed([device])
+
+
+@each_kernel(*DECODE, *BOTH_PREFILLS)
+def test_block_ids_before_the_window_are_not_looked_at(kernel, open_device):
+    fields = {"seq_lens": (150,), "query_lens": (4,)} if kernel.is_prefill else {"seq_lens": (600,)}
+    problem = kernel.build(window=70, **fields)
+    assert_checked_from(problem.seq_lens[0] - len(problem.q) + 1 - 70, problem, kernel, open_device)
+
+
+@each_kernel(PREFILL_CORES)
+def test_block_ids_within_padding_are_not_looked_at(kernel, open_device):
+    problem = kernel.build(seq_lens=(150,), query_lens=(4,), leftpad=True, poison="zero")
+    problem.options["leftpad"][0] = 100
+    assert_checked_from(100, problem, kernel, open_device)
 
 
 @each_kernel(*BOTH_PREFILLS, long=LONG)
