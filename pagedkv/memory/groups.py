@@ -1,0 +1,257 @@
+"""Groups of layers: those of equal window share a block table, and the i-th layers of all groups share arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from .arguments import MAX_INT32, MAX_INT64, as_int
+
+Counts = npt.NDArray[np.int64]
+
+# The size of a group is the one that takes the least memory at this length, where each further group counts for as much
+# as this part of the memory: every step plans and copies a table for each.
+_USUAL_LENGTH = 8192
+_COST_OF_GROUP = 0.002
+_NO_WINDOW = 2**61  # further back than any token; small enough to add to
+
+
+class Group(NamedTuple):
+    """Layers that need the same tokens, so that one block table serves them all.
+
+    Attributes
+    ----------
+    window : int or None
+        Tokens that a query sees, its own among them; None for all before it.
+    layers : tuple of int
+        The layers with K and V in this group's blocks, at most `LayerGroups.group_size` of them.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGroups:
+    """How the layers of a model share one pool of blocks, and how many blocks a sequence needs in it.
+
+    There are `group_size` arrays of K and as many of V. The i-th layers of all groups have the i-th array in common: a
+    block id belongs to one group at a time, so no memory is set aside for one kind of layer. A group with fewer layers
+    leaves the last arrays of its blocks unused.
+
+    Attributes
+    ----------
+    groups : tuple of Group
+        In the order of their first layers.
+    group_of, place_of : tuple of int
+        For each layer, the index of its group and of its array.
+    group_size : int
+        S, the arrays of K: the most layers that a group may have.
+    leader : int
+        The first group without a window, or else the first of the largest window.
+    block_size : int
+        P.
+    """
+
+    groups: tuple[Group, ...]
+    group_of: tuple[int, ...]
+    place_of: tuple[int, ...]
+    group_size: int
+    leader: int
+    block_size: int
+    _behind: Counts  # (G,) tokens that a query sees before its own
+
+    @classmethod
+    def of(
+        cls,
+        windows: Any,
+        num_layers: int,
+        block_size: int,
+        *,
+        max_seq_len: int | None = None,
+        same_as: Mapping[int, int] | None = None,
+        group_size: int | None = None,
+    ) -> LayerGroups:
+        """Form the groups.
+
+        Parameters
+        ----------
+        windows : int, None, or list or tuple of them
+            One for all layers, or one for each: how many tokens a query sees, its own among them; None for all.
+        num_layers, block_size : int
+            Layers of the model, and P.
+        max_seq_len : int or None
+            Tokens that a sequence can have: a window of as many is none.
+        same_as : mapping of int to int, or None
+            Layers that read the K and V of an earlier layer, and which: they take no memory.
+        group_size : int or None
+            S, at most as many as have the same window; None for the one that takes the least memory.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not as described.
+
+        Examples
+        --------
+        >>> from pagedkv.memory.groups import LayerGroups
+        >>> layers = LayerGroups.of([6, None, 6, None], 4, block_size=4)
+        >>> layers.groups
+        (Group(window=6, layers=(0, 2)), Group(window=None, layers=(1, 3)))
+        >>> layers.held(40), layers.peak(40, chunk=16)
+        (13, 17)
+        """
+        windows = _windows(windows, num_layers, max_seq_len)
+        same_as = _same_as(same_as, windows)
+        classes: dict[int | None, list[int]] = {}
+        for layer, window in enumerate(windows):
+            if layer not in same_as:
+                classes.setdefault(window, []).append(layer)
+        largest = max(map(len, classes.values()))
+        if group_size is None:
+            size = min(
+                range(1, largest + 1), key=lambda size: _cost(size, block_size, {w: len(x) for w, x in classes.items()})
+            )
+        else:
+            size = as_int("group_size", group_size, minimum=1)
+            if size > largest:
+                raise ValueError(f"group_size must be at most {largest}, the layers of one window, got {size}")
+        parts = [
+            Group(window, tuple(part.tolist()))
+            for window, layers in classes.items()
+            for part in np.array_split(layers, -(-len(layers) // size))
+        ]
+        groups = tuple(sorted(parts, key=lambda group: group.layers[0]))
+        where = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
+        places = [where[same_as.get(layer, layer)] for layer in range(num_layers)]
+        behind = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
+        return cls(
+            groups,
+            group_of=tuple(g for g, _ in places),
+            place_of=tuple(i for _, i in places),
+            group_size=size,
+            leader=int(behind.argmax()),
+            block_size=block_size,
+            _behind=behind,
+        )
+
+    @property
+    def num_padding(self) -> int:
+        """How many layers more the groups have room for than there are."""
+        return len(self.groups) * self.group_size - sum(len(group.layers) for group in self.groups)
+
+    def first_columns(self, num_computed: Any, keep: int = 0) -> Counts:
+        """The first column of a table that the next tokens still see, for each group.
+
+        The window is counted from the last block boundary, so that a sequence passes a block when it begins one, and
+        holds what a prefix of all its full blocks needs.
+
+        Parameters
+        ----------
+        num_computed : int, or array of int64
+            Tokens whose queries are computed.
+        keep : int
+            Tokens behind the window that must stay, because as many may be taken back.
+
+        Returns
+        -------
+        (G, ...) array of int64
+        """
+        boundary = np.asarray(num_computed) // self.block_size * self.block_size
+        return np.maximum(np.subtract.outer(-self._behind - keep, -boundary), 0) // self.block_size
+
+    def peaks(self, num_tokens: Any, chunk: int = 1, keep: int = 0) -> Counts:
+        """As `peak`, for each group: (G, ...) int64."""
+        return np.minimum.outer(self._bounds(chunk, keep), -(-np.asarray(num_tokens, np.int64) // self.block_size))
+
+    @overload
+    def peak(self, num_tokens: int, chunk: int = 1, keep: int = 0) -> int: ...
+    @overload
+    def peak(self, num_tokens: Counts, chunk: int = 1, keep: int = 0) -> Counts: ...
+    def peak(self, num_tokens: int | Counts, chunk: int = 1, keep: int = 0) -> int | Counts:
+        """The most blocks of all groups that a sequence holds while it is computed.
+
+        Parameters
+        ----------
+        num_tokens : int, or array of int64
+            Tokens of the sequence at its end.
+        chunk : int
+            The most tokens that one step computes of it.
+        keep : int
+            As in `first_columns`.
+
+        Returns
+        -------
+        int, or array of int64 like `num_tokens`
+        """
+        if len(self.groups) == 1 and self.groups[0].window is None:
+            return -(-num_tokens // self.block_size)
+        total: Any = self.peaks(num_tokens, chunk, keep).sum(axis=0)
+        return total if total.ndim else int(total)
+
+    @overload
+    def held(self, num_tokens: int, keep: int = 0) -> int: ...
+    @overload
+    def held(self, num_tokens: Counts, keep: int = 0) -> Counts: ...
+    def held(self, num_tokens: int | Counts, keep: int = 0) -> int | Counts:
+        """The blocks of all groups that a sequence of this length holds while it decodes, one token a step."""
+        return self.peak(num_tokens, 1, keep)
+
+    def longest(self, num_blocks: int, chunk: int = 1, keep: int = 0) -> int:
+        """The most tokens for which `peak` is at most `num_blocks`; 2**63 - 1 if it is for all."""
+        bounds = sorted(self._bounds(chunk, keep).tolist())
+        for i, bound in enumerate(bounds):
+            growing = len(bounds) - i
+            if bound * growing > num_blocks:
+                return num_blocks // growing * self.block_size
+            num_blocks -= bound
+        return MAX_INT64
+
+    def _bounds(self, chunk: int, keep: int) -> Counts:
+        """The most blocks that a sequence of any length holds in each group."""
+        return -(-(self._behind + keep) // self.block_size) - (1 - chunk) // self.block_size + 1
+
+
+def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:
+    """What groups of a size cost, in layers of a block."""
+    columns = -(-_USUAL_LENGTH // block_size)
+    num_groups = blocks = 0
+    for window, count in counts.items():
+        groups = -(-count // size)
+        num_groups += groups
+        blocks += groups * (columns if window is None else min(columns, 1 - (1 - window) // block_size))
+    return size * blocks * (1 + _COST_OF_GROUP * num_groups)
+
+
+def _windows(windows: Any, num_layers: int, max_seq_len: int | None) -> list[int | None]:
+    """The window of each layer, None if it hides nothing."""
+    if windows is None or not isinstance(windows, (list, tuple)):
+        windows = [windows] * num_layers
+    if len(windows) != num_layers:
+        raise ValueError(f"windows must be one for all layers, or a list of {num_layers}, got {len(windows)}")
+    checked = [
+        None if window is None else as_int("windows", window, minimum=1, maximum=MAX_INT32) for window in windows
+    ]
+    return [None if w is None or (max_seq_len is not None and w >= max_seq_len) else w for w in checked]
+
+
+def _same_as(same_as: Mapping[int, int] | None, windows: list[int | None]) -> dict[int, int]:
+    """Check which layers read the K and V of which others."""
+    checked: dict[int, int] = {}
+    for layer, other in sorted((same_as or {}).items()):
+        as_int("same_as", layer, maximum=len(windows) - 1)
+        if as_int("same_as", other) >= layer:
+            raise ValueError(f"same_as must name an earlier layer for layer {layer}, got {other}")
+        if other in checked:
+            raise ValueError(f"same_as must name layers with K and V, but {other}, for layer {layer}, has none itself")
+        if windows[layer] != windows[other]:
+            raise ValueError(
+                f"same_as must name a layer of the same window for layer {layer}, which has {windows[layer]}, "
+                f"but {other} has {windows[other]}"
+            )
+        checked[layer] = other
+    return checked
