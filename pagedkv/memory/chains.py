@@ -33,7 +33,7 @@ class Chains:
         self.cache, self._pool = cache, pool
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
-        self._roots = np.zeros(max_seqs, DIGEST)
+        self._roots, self._salts = np.zeros(max_seqs, DIGEST), np.full(max_seqs, None)
 
     def share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
         """Look up a prompt: how many tokens are found, the blocks to share, and the block to copy in part, if any."""
@@ -55,12 +55,14 @@ class Chains:
             return num_found, found, NO_BLOCKS
         return num_found + num_more, found, np.array([block])
 
-    def plan_start(self, row: int, num_known: int, num_found: int, root: bytes) -> list[Write]:
+    def plan_start(self, row: int, num_known: int, num_found: int, prompt: Prompt) -> list[Write]:
         """Start a sequence in a row."""
+        index = np.array([row])
         return [
             (self.num_known, row, num_known),
             (self.num_found, row, num_found),
-            (self._roots, np.array([row]), np.frombuffer(root, DIGEST)),
+            (self._roots, index, np.frombuffer(prompt.root, DIGEST)),
+            (self._salts, index, np.array([prompt.salt], object)),
         ]
 
     def plan_tokens(
@@ -78,7 +80,7 @@ class Chains:
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
         """Copy the chain of each row's parent."""
-        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._roots)]
+        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._roots, self._salts)]
 
     def plan_clear(self) -> list[Write]:
         """Make the tokens of all rows unknown, so that none of their blocks is ever found."""
@@ -114,13 +116,13 @@ class Chains:
         table, cache = blocks.reshape(-1), self.cache
         counts = full - first if np.count_nonzero(full - first > 1) else None
         entries = rows * blocks.shape[1] + first
-        above, roots = table[entries - 1].astype(np.int64), None
+        above, roots, salts = table[entries - 1].astype(np.int64), None, None
         if not first[first.argmin()]:
-            above[first == 0], roots = NO_BLOCK, self._roots[rows]
+            above[first == 0], roots, salts = NO_BLOCK, self._roots[rows], self._salts[rows]
         if counts is not None:
             entries = spans(entries, counts)
         uncommitted = table[entries].astype(np.int64)
-        stored = cache.to_store(uncommitted, counts, above, roots, self._pool._refs)
+        stored = cache.to_store(uncommitted, counts, above, roots, salts, self._pool._refs)
         if len(stored.blocks) == len(uncommitted):
             return True, [*self._pool._plan(stored=stored)[1], (self.num_found, rows, full)]
         other = (stored.kept != uncommitted) & (stored.kept != NO_BLOCK)

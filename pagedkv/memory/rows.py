@@ -142,7 +142,7 @@ class SequenceRows:
                 writes += cache.plan_tokens(new_blocks, tokens[len(shared) * self.block_size : num_tokens])
                 writes += cache.plan_count(prompt.num_tokens, num_cached, preempted=preempted)
             num_known = 0 if tokens is None else num_tokens
-            writes += self.chains.plan_start(int(row), num_known, len(shared), prompt.root)
+            writes += self.chains.plan_start(int(row), num_known, len(shared), prompt)
         return StartPlan(seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes)
 
     def plan_copying(
@@ -178,7 +178,7 @@ class SequenceRows:
         length = len(blocks) * self.block_size
         writes += self.pool._plan(gained=blocks, num_seqs=1)[1]
         writes += self.plan_row(int(row), length, blocks)
-        return seq, length, [*writes, *self.chains.plan_start(int(row), length, len(blocks), prompt.root)]
+        return seq, length, [*writes, *self.chains.plan_start(int(row), length, len(blocks), prompt)]
 
     def plan_row(self, row: int, length: int, blocks: Int64Array) -> list[Write]:
         """Give a free row its length and its blocks."""

@@ -206,6 +206,7 @@ class PrefixCache:
         counts: Int64Array | None,
         above: Int64Array,
         roots: Digests | None,
+        salts: npt.NDArray[np.object_] | None,
         refs: npt.NDArray[np.int32],
     ) -> Stored:
         """Decide what to store so that full blocks of some sequences can be found.
@@ -220,6 +221,8 @@ class PrefixCache:
             The block before the first of them, which can be found, or NO_BLOCK.
         roots : (num_seqs,) DIGEST, or None
             The root digest of each sequence; None if all have a block before.
+        salts : (num_seqs,) object, or None
+            The salt of each sequence, for events; None with `roots`.
         refs : (N,) int32
             References to each block.
         """
@@ -253,7 +256,7 @@ class PrefixCache:
         events: list[Event] = []
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored
-            events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above)
+            events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above, salts)
         if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
@@ -398,18 +401,29 @@ class PrefixCache:
         return [(self._outbox, 0, self._outbox[0] + events)] if events else []
 
     def _stored_events(
-        self, stored: Int64Array, blocks: Int64Array, digests: list[bytes], firsts: Int64Array, heads: Int64Array
+        self,
+        stored: Int64Array,
+        blocks: Int64Array,
+        digests: list[bytes],
+        firsts: Int64Array,
+        heads: Int64Array,
+        salts: npt.NDArray[np.object_] | None,
     ) -> list[Event]:
         """An event for each run of successive blocks of a sequence; `heads` are the blocks above the first ones."""
         events: list[Event] = []
+        salt_of = {} if salts is None else dict(zip(firsts.tolist(), salts, strict=True))
         above, before = dict(zip(firsts.tolist(), heads.tolist(), strict=True)), -1
         for i in stored.tolist():
             if i - 1 != before or i in above:
                 parent: bytes | None = digests[i - 1]
                 if i in above:
                     parent = None if above[i] == NO_BLOCK else self._index.digests(np.array([above[i]])).tobytes()
-                event = BlockStored([], parent, [], self.block_size, medium=self._medium)
+                salt = salt_of.get(i) if parent is None else None
+                keys: list[tuple[str | bytes, ...] | None] | None = None if salt is None else [(salt,)]
+                event = BlockStored([], parent, [], self.block_size, medium=self._medium, extra_keys=keys)
                 events.append(event)
+            elif event.extra_keys is not None:
+                event.extra_keys.append(None)
             event.block_hashes.append(digests[i])
             event.token_ids.extend(self._rows()[blocks[i]].tolist())
             before = i

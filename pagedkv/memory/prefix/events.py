@@ -31,6 +31,15 @@ class BlockStored:
         Always None: sequences of different adapters have different salts.
     medium : str
         Where the caches are: "GPU" or "CPU".
+    extra_keys : list of (tuple or None), or None
+        What a block's digest depends on besides tokens, for each of these blocks: the salt for the first block of a
+        sequence. None if they have no salt, or a parent, which has it.
+    group_idx : int or None
+        The group of layers whose blocks these are; None if the cache has only one group.
+    kv_cache_spec_kind : str or None
+        "full_attention" or "sliding_window"; None if the cache has only one group.
+    kv_cache_spec_sliding_window : int or None
+        The window of the group, in tokens.
     """
 
     block_hashes: list[bytes]
@@ -40,6 +49,10 @@ class BlockStored:
     lora_id: None = None
     medium: str | None = None
     lora_name: None = None
+    extra_keys: list[tuple[str | bytes, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +65,13 @@ class BlockRemoved:
         Their digests.
     medium : str
         Where the caches are: "GPU" or "CPU".
+    group_idx : int or None
+        The group of layers whose blocks these are; None if the cache has only one group.
     """
 
     block_hashes: list[bytes]
     medium: str | None = None
+    group_idx: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

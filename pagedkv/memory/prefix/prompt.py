@@ -24,11 +24,14 @@ class Prompt(NamedTuple):
     tokens : (num_tokens,) int32 or None
     root : bytes
         The root digest of its salt.
+    salt : str, bytes or None
+        The salt itself, which events name.
     """
 
     num_tokens: int
     tokens: npt.NDArray[np.int32] | None = None
     root: bytes = NO_SALT
+    salt: str | bytes | None = None
 
 
 class Added(NamedTuple):
@@ -49,14 +52,14 @@ class Added(NamedTuple):
 def prompt_of(tokens: int | Sequence[int], salt: str | bytes | None) -> Prompt:
     """Read a number of tokens, or their ids, and a salt."""
     if isinstance(tokens, (int, np.integer)):
-        return Prompt(as_int("num_tokens", tokens), None, root_digest(salt))
+        return Prompt(as_int("num_tokens", tokens), None, root_digest(salt), salt)
     return known_prompt(tokens, salt)
 
 
 def known_prompt(tokens: Sequence[int], salt: str | bytes | None) -> Prompt:
     """Read token ids and a salt."""
     root, ids = root_digest(salt), ids_of(tokens)
-    return Prompt(len(ids), ids, root)
+    return Prompt(len(ids), ids, root, salt)
 
 
 def ids_of(tokens: Any) -> npt.NDArray[np.int32]:

@@ -30,6 +30,22 @@ def test_events():
     assert received == [AllBlocksCleared()]
 
 
+def test_events_name_the_salt_of_first_blocks():
+    received = []
+    cache = make(events=received.append)
+    seq = cache.add(TEXT[:8], salt="tenant").seq
+    plain, fork = cache.add(TEXT[:4]).seq, *cache.fork(seq)
+    cache.append([fork], P, [0] * P)
+    cache.commit([seq, plain, fork])
+    assert [event.extra_keys for event in received] == [[("tenant",), None], None, None]
+    assert received[2].parent_block_hash == received[0].block_hashes[1]
+    bytes_seq, before = cache.add([5] * P, salt=b"\xff").seq, cache.add([6] * P, salt="x").seq
+    [late] = cache.fork(before)
+    cache.free(before)
+    cache.commit([bytes_seq, late])
+    assert [event.extra_keys for event in received[3:]] == [[(b"\xff",)], [("x",)]]
+
+
 def test_an_exception_of_a_listener_comes_after_the_change():
     received = []
 
