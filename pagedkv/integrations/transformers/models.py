@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
+_PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
 _ATTEND_ON_THEIR_OWN = {"doge", "jetmoe", "mimo_v2_flash", "nemotron"}
@@ -45,12 +47,27 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(num_layers, num_kv_heads, head_dim) of a supported model."""
+    """(num_layers, num_kv_heads, head_dim) of a supported model: of this rank, if ranks divide the heads."""
     config = text_config(model)
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return config.num_hidden_layers, num_kv_heads, head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, _num_kv_heads(config) // heads_divided_by(model), head_dim
+
+
+def heads_divided_by(model: PreTrainedModel) -> int:
+    """How many ranks divide the heads of a supported model among them: 1 if each rank has all of them."""
+    num_kv_heads = _num_kv_heads(text_config(model))
+    return num_kv_heads // (_kv_heads_of_rank(model, num_kv_heads) or num_kv_heads)
+
+
+def _num_kv_heads(config: Any) -> int:
+    """The KV heads of all ranks together."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _kv_heads_of_rank(model: PreTrainedModel, num_kv_heads: int) -> int | None:
+    """The KV heads that a rank of the model computes; None if transformers cannot divide them evenly."""
+    size = getattr(model, "tp_size", None) or 1
+    return num_kv_heads if size == 1 else get_kv_heads_per_rank(model.tp_plan, num_kv_heads, size)
 
 
 def require_supported(model: PreTrainedModel) -> None:
@@ -129,9 +146,28 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     if causal and not any(causal):
         return "is an encoder, whose tokens see later ones"
+    if reason := _why_not_on_ranks(model, config):
+        return reason
     head_dim = kv_shape(model)[2]
     if head_dim % 8 or not 8 <= head_dim <= 512:
         return f"has head_dim {head_dim}, which is no multiple of 8 from 8 to 512"
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"has dtype {model.dtype}, which is none of float32, float16 and bfloat16"
+    return None
+
+
+def _why_not_on_ranks(model: PreTrainedModel, config: Any) -> str | None:
+    """Why paged attention cannot run a model that is sharded over ranks as this one is; None if it can."""
+    sharded = getattr(model.config, "distributed_config", None)
+    sizes = {name: getattr(sharded, name, None) or 1 for name in ("pp_size", "fsdp_size", "dp_replicate_size")}
+    if others := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+        return f"is sharded with {', '.join(others)}, and not by heads alone (tp_size)"
+    if (size := getattr(model, "tp_size", None) or 1) == 1:
+        return None
+    num_kv_heads = _num_kv_heads(config)
+    if _kv_heads_of_rank(model, num_kv_heads) is None:
+        return f"has {num_kv_heads} KV heads, which {size} ranks cannot divide evenly (take a tp_size that does)"
+    divided = {name.rsplit(".", 1)[-1] for name, style in model.tp_plan.items() if style == "colwise"}
+    if divided & _PROJECTIONS not in (set(), _PROJECTIONS):
+        return "has a tp_plan that shards some of q_proj, k_proj and v_proj and not all"
     return None

@@ -15,7 +15,7 @@ from ...operations.caches import write_kv
 from .attention import ForwardPass, choose_pagedkv, choose_transformers, running, uses_pagedkv
 from .cache import PagedCache
 from .layers import let_layers_find
-from .models import input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
+from .models import heads_divided_by, input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
 from .paged import AllocatorPages, PagedPass
 
 _PAGES = "_pages_of_pagedkv"
@@ -81,7 +81,8 @@ def _try_kernels(model: PreTrainedModel) -> None:
     _, num_kv_heads, head_dim = kv_shape(model)
     where = {"dtype": model.dtype, "device": model.device}
     k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, **where)
-    q = torch.zeros(1, text_config(model).num_attention_heads, head_dim, **where)
+    num_heads = text_config(model).num_attention_heads // heads_divided_by(model)
+    q = torch.zeros(1, num_heads, head_dim, **where)
     table, length = torch.arange(2, dtype=torch.int32, device=model.device).split(1)
     write_kv(token[0], token[0], k_cache, v_cache, table.long())
     decode_attention(q, k_cache, v_cache, table[None], length)
