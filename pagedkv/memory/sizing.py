@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..layouts import cache_shapes, require_head_dim, storage_dtype
 from ..typing import KvDtype, Layout
 from .arguments import as_int
 from .device.arrays import Arrays
+from .groups import LayerGroups
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 _UNITS |= {"kB": 1000} | {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
@@ -27,10 +29,14 @@ def kv_bytes(
     *,
     kv_dtype: KvDtype | None = None,
     block_size: int = 1,
+    windows: Any = None,
+    same_as: Mapping[int, int] | None = None,
+    group_size: int | None = None,
 ) -> int:
     """Bytes that the K and V of a sequence take in all layers: 2 * num_layers * Hkv * D * itemsize for each slot.
 
-    That is what `PagedKVCache` allocates for as many slots; scales of an fp8 cache are a few numbers more.
+    That is what `PagedKVCache` allocates for as many slots; scales of an fp8 cache are a few numbers more. With windows
+    it is what a sequence of this length holds while it decodes, in whole blocks of `group_size` layers.
 
     Parameters
     ----------
@@ -44,6 +50,8 @@ def kv_bytes(
         "fp8_e4m3" or "fp8_e5m2" for a cache in 8 bits.
     block_size : int
         P: the tokens are rounded up to whole blocks.
+    windows, same_as, group_size
+        As in `PagedKVCache`. With a group_size of 1 no group is padded: the bytes are those that the windows need.
 
     Returns
     -------
@@ -62,6 +70,13 @@ def kv_bytes(
     >>> llama = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     >>> kv_bytes(1000, **llama, block_size=16) / 2**20
     126.0
+
+    Gemma 3 27B at 32,768 tokens, in which five of six layers see the last 1,024 tokens, in MiB:
+
+    >>> gemma = {"num_layers": 62, "num_kv_heads": 16, "head_dim": 128, "dtype": "bfloat16", "block_size": 16}
+    >>> windows = [None if layer % 6 == 5 else 1024 for layer in range(62)]
+    >>> [kv_bytes(32768, **gemma, windows=w) / 2**20 for w in (None, windows)]
+    [15872.0, 3006.875]
     """
     num_tokens = as_int("num_tokens", num_tokens)
     num_layers = as_int("num_layers", num_layers, minimum=1)
@@ -69,13 +84,18 @@ def kv_bytes(
     block_size = as_int("block_size", block_size, minimum=1)
     require_head_dim(as_int("head_dim", head_dim))
     itemsize = storage_dtype(dtype, kv_dtype).itemsize
-    return 2 * num_layers * num_kv_heads * int(head_dim) * itemsize * block_size * -(-num_tokens // block_size)
+    if windows is None and same_as is None and group_size is None:
+        num_blocks, size = -(-num_tokens // block_size), num_layers
+    else:
+        groups = LayerGroups.of(windows, num_layers, block_size, same_as=same_as, group_size=group_size)
+        num_blocks, size = groups.held(num_tokens), groups.group_size
+    return 2 * size * num_kv_heads * int(head_dim) * itemsize * block_size * num_blocks
 
 
 def bytes_of_block(
     num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, layout: Layout, itemsize: int
 ) -> int:
-    """The bytes of one block in K and V of all layers."""
+    """The bytes of one block in K and V of as many layers as a group may have."""
     shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_dim, itemsize)
     return num_layers * itemsize * sum(math.prod(shape) for shape in shapes)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..layer_windows import LayerWindows, layer_windows
 from ..layouts import FLOAT_DTYPES, FP8_KINDS
-from ..memory.arguments import as_int
+from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
+from ..memory.groups import LayerGroups
 from ..memory.sizing import blocks_in, kv_bytes
 from ..typing import KvDtype
 
@@ -26,12 +29,12 @@ class Model(NamedTuple):
     ----------
     shape : dict
         Arguments of `kv_bytes`.
-    windows : list of int or None
-        How many tokens a query of each layer sees, its own among them; None for all.
+    layers : LayerWindows
+        Which K and V each layer needs.
     """
 
     shape: dict[str, Any]
-    windows: list[int | None]
+    layers: LayerWindows
 
 
 def read_config(path: str) -> Model:
@@ -67,32 +70,10 @@ def read_config(path: str) -> Model:
         dtype = config.get("dtype") or config.get("torch_dtype")
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
-        return Model(shape, _windows(config, shape["num_layers"]))
+        return Model(shape, layer_windows(config, shape["num_layers"]))
     except (OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         said = str(error).replace("\n", " ")[:200]
         raise ValueError(f"{file} does not say the shape of a model ({said}): give --num-layers and so on") from error
-
-
-def _windows(config: dict[str, Any], num_layers: int) -> list[int | None]:
-    """The window of each layer, as the configuration classes of transformers read it."""
-    if "sliding_window" not in config or config.get("use_sliding_window") is False:
-        return [None] * num_layers
-    window = as_int("sliding_window", config["sliding_window"], minimum=1)
-    if "layer_types" in config:
-        sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
-        if len(sliding) != num_layers:
-            raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(sliding)}")
-    else:  # every n-th layer sees all tokens; Gemma 2 says so nowhere
-        every = 2 if config.get("model_type") == "gemma2" else config.get("sliding_window_pattern", 0)
-        sliding = [not every or (i + 1) % every != 0 for i in range(num_layers)]
-    return [window if slides else None for slides in sliding]
-
-
-def seen_bytes(num_tokens: int, windows: list[int | None], block_size: int, **shape: Any) -> int:
-    """Bytes of the blocks whose keys a decoding sequence can still see: for a window w, 1 + ceil((w - 1) / P)."""
-    num_blocks = -(-num_tokens // block_size)
-    held = [num_blocks if w is None else min(num_blocks, 1 - (1 - w) // block_size) for w in windows]
-    return sum(held) * kv_bytes(block_size, **shape | {"num_layers": 1})
 
 
 def _named_values(name: str, value: Any) -> dict[str, Any]:
@@ -120,6 +101,9 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--kv-dtype", choices=FP8_KINDS, help="a cache in 8 bits")
     parser.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens in a block (default: 16)")
+    parser.add_argument(
+        "--group-size", type=int, metavar="S", help="layers of a block, if some have a window (default: the best)"
+    )
     parser.add_argument("--memory", metavar="SIZE", help='say how many such sequences fit, into "24GiB" for example')
     parser.add_argument(
         "--num-tokens", type=int, default=[4096], nargs="+", metavar="T", help="tokens of a sequence (default: 4096)"
@@ -131,6 +115,7 @@ def run(
     config: str | None,
     num_tokens: list[int],
     block_size: int,
+    group_size: int | None,
     kv_dtype: KvDtype | None,
     memory: str | None,
     progress: Any,
@@ -138,8 +123,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Compute the bytes of a token, of a block, and of sequences.
 
-    Where layers have a window, say also how many of a sequence's bytes its queries can still see: `PagedKVCache` keeps
-    all of them.
+    Where layers have a window or share K and V, say also what the layers of a sequence need if none is padded, what
+    they would take if all of them kept all tokens, and how the layers are grouped.
 
     Returns
     -------
@@ -147,26 +132,50 @@ def run(
         A row for the shape and one for each length.
     """
     given = {name: value for name, value in shape.items() if value is not None}
-    read = read_config(config) if config else Model({}, [])
+    read = read_config(config) if config else Model({}, LayerWindows([], {}))
     model = {"dtype": "float16"} | read.shape | given
     missing = [name for name in CONFIG if name not in model]
     if missing:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ValueError(f"the model's shape is missing: give {options}, or --config with its config.json")
     model["kv_dtype"] = kv_dtype
-
-    def size(tokens: int, rounded: int = 1) -> int:
-        return _bytes(tokens, **model, block_size=rounded)
-
+    block_bytes_of_all = _bytes(1, **model, block_size=block_size)
+    layers: dict[str, Any] = {}
+    if "num_layers" not in given and (any(read.layers.windows) or read.layers.same_as):
+        layers = read.layers._asdict()
+    groups = LayerGroups.of(
+        layers.get("windows"), model["num_layers"], block_size, same_as=layers.get("same_as"), group_size=group_size
+    )
+    block_bytes = block_bytes_of_all // model["num_layers"] * groups.group_size
+    own: dict[str, Any] = {"same_as": layers.get("same_as"), "group_size": 1}  # without windows and padding
     head = {name: model[name] for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
-    rows = [head | {"bytes of a token": size(1), f"of a block of {block_size}": size(1, block_size)}]
-    room = None if memory is None else blocks_in(memory, size(1, block_size), Arrays("numpy", None))
+    head |= {"bytes of a token": kv_bytes(1, **model, **own), f"of a block of {block_size}": block_bytes}
+    room = None if memory is None else blocks_in(memory, block_bytes, Arrays("numpy", None))
+    if room is not None:
+        longest = groups.longest(room)
+        head["longest sequence"] = "any" if longest == MAX_INT64 else longest
+    if layers or len(groups.groups) > 1:
+        head["groups of layers"] = _in_words(groups)
+    rows = [head]
     for tokens in num_tokens:
-        total, blocks = size(tokens, block_size), -(-tokens // block_size)
-        row: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "bytes": total, "GiB": total / 2**30}
-        if any(read.windows) and "num_layers" not in given:
-            row["GiB in sight"] = seen_bytes(tokens, read.windows, block_size, **model) / 2**30
+        _bytes(tokens, **model, block_size=block_size)
+        blocks = groups.held(tokens)
+        num_bytes = blocks * block_bytes
+        row: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "bytes": num_bytes, "GiB": num_bytes / 2**30}
+        if layers:
+            needed = kv_bytes(tokens, **model, block_size=block_size, windows=layers["windows"], **own)
+            without = kv_bytes(tokens, **model, block_size=block_size, **own)
+            row |= {"GiB needed": needed / 2**30, "GiB without windows": without / 2**30}
         if room is not None:
             row["sequences"] = room // blocks if blocks else "any"
         rows.append(row)
     return rows
+
+
+def _in_words(groups: LayerGroups) -> str:
+    counts = Counter(group.window for group in groups.groups)
+    kinds = [
+        f"{count} of window {window}" if window else f"{count} without a window"
+        for window, count in sorted(counts.items(), key=lambda item: item[0] or 0)
+    ]
+    return f"{', '.join(kinds)}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pagedkv.__main__ import main
-from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config, seen_bytes
+from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config
 
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
@@ -28,48 +28,85 @@ def test_the_shape_of_a_model(tmp_path, config, expected):
     assert read_config(str(tmp_path)).shape == expected
 
 
-# Models of 4 or 6 layers; transformers' own configuration classes read them so.
-WINDOWS = [
-    ({}, [None] * 4),
-    ({"sliding_window": 24}, [24] * 4),
-    ({"sliding_window": 24, "use_sliding_window": False}, [None] * 4),
-    ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}, [24, None] * 2),
-    ({"sliding_window": 24, "model_type": "gemma2"}, [24, None] * 2),
-    ({"sliding_window": 24, "sliding_window_pattern": 6, "num_hidden_layers": 6}, [24] * 5 + [None]),
-]
+def config_of(num_layers, full_every, window, **shape):
+    """The config.json of a model in which every n-th layer sees all tokens."""
+    kinds = ["sliding_attention" if (i + 1) % full_every else "full_attention" for i in range(num_layers)]
+    return LLAMA | {"num_hidden_layers": num_layers, "layer_types": kinds, "sliding_window": window} | shape
 
 
-@pytest.mark.parametrize(("changes", "windows"), WINDOWS)
-def test_the_windows_of_a_model(tmp_path, changes, windows):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 4} | changes))
-    assert read_config(str(tmp_path)).windows == windows
+GEMMA_27B = config_of(62, 6, 1024, num_key_value_heads=16, head_dim=128)
+GPT_OSS_20B = config_of(24, 2, 128, num_key_value_heads=8, head_dim=64)
+SMALL = config_of(6, 6, 24, num_key_value_heads=2, head_dim=32, torch_dtype="float32")
+GEMMA_3N = config_of(35, 5, 512, num_key_value_heads=2, head_dim=256, num_kv_shared_layers=15)
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens", "size", "seen"),
-    [
-        # What is in sight of Gemma 3 27B and of GPT-OSS 20B, and of a small model in blocks of 16 and 8.
-        ((62, 16, 128, 6, 1024), 32768, 16, 2982.5 * 2**20),
-        ((24, 8, 64, 2, 128), 32768, 16, 771.375 * 2**20),
-        ((6, 2, 32, 6, 24), 354, 16, 311_296),
-        ((6, 2, 32, 6, 24), 354, 8, 266_240),
-    ],
-)
-def test_how_much_of_a_sequence_is_in_sight(config, tokens, size, seen):
-    layers, heads, dim, every, window = config
-    windows = [None if (i + 1) % every == 0 else window for i in range(layers)]
-    dtype = "float32" if dim == 32 else "bfloat16"
-    shape = {"num_layers": layers, "num_kv_heads": heads, "head_dim": dim, "dtype": dtype}
-    assert seen_bytes(tokens, windows, size, **shape) == seen
-
-
-def test_what_is_in_sight_and_what_fits(tmp_path, capsys):
-    config = LLAMA | {"num_key_value_heads": 8, "sliding_window": 1024}
+def printed(tmp_path, capsys, config, *words):
+    """The rows that kv-bytes prints for a config."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["kv-bytes", "--config", str(tmp_path), "--num-tokens", "32768", "--memory", "10GiB", "--json"]
-    assert main(words) == 0
-    _, row = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["GiB"], row["GiB in sight"], row["sequences"]) == (4.0, 65 * 16 * 2**17 / 2**30, 2)
+    assert main(["kv-bytes", "--config", str(tmp_path), "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)["rows"]
+
+
+# What the windows need, what the cache takes, and what it would take without windows.
+@pytest.mark.parametrize(
+    ("config", "words", "needed", "taken", "without", "groups"),
+    [
+        (
+            GEMMA_27B,
+            [],
+            2982.5 * 2**20,
+            3006.875 * 2**20,
+            15872 * 2**20,
+            "2 without a window, 11 of window 1024; 5 layers each, 3 padding layers in all",
+        ),
+        (
+            GEMMA_27B,
+            ["--group-size", "10"],
+            2982.5 * 2**20,
+            3047.5 * 2**20,
+            15872 * 2**20,
+            "1 without a window, 6 of window 1024; 10 layers each, 8 padding layers in all",
+        ),
+        (
+            GPT_OSS_20B,
+            [],
+            771.375 * 2**20,
+            771.375 * 2**20,
+            1536 * 2**20,
+            "1 without a window, 1 of window 128; 12 layers each, 0 padding layers in all",
+        ),
+        (
+            GEMMA_3N,
+            [],
+            (4 * 2048 + 16 * 33) * 2**15,
+            (4 * 2048 + 16 * 33) * 2**15,
+            20 * 2048 * 2**15,
+            "1 without a window, 4 of window 512; 4 layers each, 0 padding layers in all",
+        ),
+    ],
+    ids=["Gemma 3 27B", "Gemma 3 27B in groups of 10", "GPT-OSS 20B", "Gemma 3n"],
+)
+def test_what_windows_need_and_the_cache_takes(tmp_path, capsys, config, words, needed, taken, without, groups):
+    head, row = printed(tmp_path, capsys, config, "--num-tokens", "32768", *words)
+    assert head["groups of layers"] == groups
+    assert row["bytes"] == taken
+    assert [row[f"GiB{x}"] * 2**30 for x in ("", " needed", " without windows")] == [taken, needed, without]
+
+
+@pytest.mark.parametrize(("block_size", "expected"), [("16", 311_296), ("8", 266_240)])
+def test_what_a_small_model_takes(tmp_path, capsys, block_size, expected):
+    _, row = printed(tmp_path, capsys, SMALL, "--num-tokens", "354", "--block-size", block_size)
+    assert row["bytes"] == expected
+
+
+def test_what_fits(tmp_path, capsys):
+    head, row = printed(tmp_path, capsys, GEMMA_27B, "--num-tokens", "32768", "--memory", "24GiB")
+    blocks = 24 * 2**30 // head["of a block of 16"]
+    assert head["longest sequence"] == (blocks - 11 * 65) // 2 * 16
+    assert (row["blocks"], row["sequences"]) == (2 * 2048 + 11 * 65, 8)
+    mistral = config_of(4, 99, 4096)
+    assert printed(tmp_path, capsys, mistral, "--memory", "24GiB")[0]["longest sequence"] == "any"
+    assert printed(tmp_path, capsys, LLAMA, "--memory", "24GiB")[0]["longest sequence"] == 24 * 2**30 // 2**19
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
+from ...layer_windows import LAYER_TYPES
+
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
 _ATTEND_ON_THEIR_OWN = {"doge", "jetmoe", "mimo_v2_flash", "nemotron"}
 _SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
@@ -128,7 +129,7 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "has layers with a state in place of keys and values (Mamba)"
     if getattr(config, "kv_lora_rank", None) is not None:
         return "caches latent keys and values (MLA)"
-    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
+    if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
     # The masks of these have it, and nothing else.
     if (config.model_type in ("olmoe", "phimoe") and getattr(config, "sliding_window", None)) or (

@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from pagedkv.integrations.transformers import PagedCache, use_pagedkv
-from pagedkv.trace.model import read_config
 
 from .models import FAMILIES, VOCAB, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
 
@@ -140,12 +139,3 @@ def test_logits_in_bfloat16_are_within_the_error_bound():
     paged = logits(model, text, (0, 30, 31), past_key_values=PagedCache(model, num_blocks=4))
     assert paged.dtype == torch.bfloat16
     assert (paged - exact).abs().max() <= bound
-
-
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "mistral", "qwen2", "cohere2"])
-def test_kv_bytes_reads_the_windows_that_transformers_reads(tmp_path, name):
-    config = transformers.AutoConfig.for_model(name)
-    config.save_pretrained(tmp_path)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if config.sliding_window else ""] * 99
-    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    assert read_config(str(tmp_path)).windows == windows[: config.num_hidden_layers]

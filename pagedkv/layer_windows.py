@@ -1,0 +1,88 @@
+"""The window of each layer, as the configuration of a model of transformers says it; needs neither it nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .memory.arguments import as_int
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = {_FULL, _SLIDING}
+# What the layers are where `layer_types` is missing, as in config.json of older models: every n-th layer sees all
+# tokens, or none does. Layers of other models see all, whatever `sliding_window` says.
+_FULL_EVERY = {
+    "cohere2": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gpt_oss": 2,
+    "olmo3": 4,
+    "vaultgemma": 2,
+}
+_ALL_SLIDE = {"ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "qwen3_moe", "starcoder2"}
+_FIRST_LAYERS_FULL = {"qwen2", "qwen3"}
+_SLIDE_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+
+
+class LayerWindows(NamedTuple):
+    """Which K and V the layers of a model need.
+
+    Attributes
+    ----------
+    windows : list of int or None
+        For each layer, the tokens that a query sees, its own among them; None for all.
+    same_as : dict of int to int
+        Layers that read the K and V of another layer, and which.
+    """
+
+    windows: list[int | None]
+    same_as: dict[int, int]
+
+
+def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
+    """Read which K and V the layers of a model need.
+
+    Parameters
+    ----------
+    config : mapping
+        The configuration of the decoder: its config.json, or `to_dict()` of transformers' object.
+    num_layers : int
+        Of the model.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An entry is not as transformers has it, or layers attend in another way, such as in chunks.
+    """
+    kinds = config.get("layer_types") or _usual_types(config, num_layers)
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(kinds)}")
+    if others := set(kinds) - LAYER_TYPES:
+        raise ValueError(f"layer_types must be {_FULL} or {_SLIDING}, got {', '.join(sorted(map(str, others)))}")
+    window = config.get("sliding_window")
+    if not window or not config.get("use_sliding_window", config.get("model_type") not in _SLIDE_ON_REQUEST):
+        window = None
+    else:
+        window = as_int("sliding_window", window, minimum=1)
+    windows = [window if kind == _SLIDING else None for kind in kinds]
+    num_own = num_layers - as_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0)
+    last = {kind: layer for layer, kind in enumerate(kinds[: max(0, num_own)])}
+    if missing := set(kinds) - set(last):
+        raise ValueError(f"num_kv_shared_layers must leave a layer of {', '.join(sorted(missing))} with K and V")
+    return LayerWindows(windows, {layer: last[kinds[layer]] for layer in range(num_own, num_layers)})
+
+
+def _usual_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """The types of layers that the configuration class of a model makes."""
+    model_type = config.get("model_type")
+    if model_type in _ALL_SLIDE:
+        return [_SLIDING] * num_layers
+    if model_type in _FIRST_LAYERS_FULL:
+        num_full = as_int("max_window_layers", config.get("max_window_layers", 28))
+        return [_FULL if layer < num_full else _SLIDING for layer in range(num_layers)]
+    if model_type in _FULL_EVERY:
+        every = as_int("sliding_window_pattern", config.get("sliding_window_pattern") or _FULL_EVERY[model_type])
+        return [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    return [_FULL] * num_layers
