@@ -13,6 +13,7 @@ many requests at a time with 503 and Retry-After. The request of a client that l
 
 import argparse
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -66,6 +67,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--max-connections", type=number(int, 1), default=512, metavar="N")
     add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
+    add("--kv-events-config", type=kv_events_config, metavar="JSON", help="publish KV events, as vLLM does with it")
     args = parser.parse_args(words)
     if args.context is not None and args.context < args.block_size:
         parser.error(
@@ -82,16 +84,44 @@ def memory(text: str) -> str | int | float:
     return text
 
 
+def kv_events_config(text: str) -> dict[str, Any] | None:
+    """Convert vLLM's KVEventsConfig to arguments of KVEventPublisher; None if it publishes nothing."""
+    config = None
+    with contextlib.suppress(ValueError):
+        config = json.loads(text)
+    if not isinstance(config, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    enabled = config.pop("enable_kv_cache_events", False)
+    publisher = config.pop("publisher", None)
+    if publisher not in (None, "zmq", "null"):
+        raise argparse.ArgumentTypeError(f'publisher must be "zmq" or "null", got {publisher}')
+    return config if enabled and publisher != "null" else None
+
+
 def names(args: argparse.Namespace) -> list[str]:
     """The host names by which clients may reach the server."""
     return [*LOOPBACK, args.host, *args.allowed_host]
 
 
-def build(args: argparse.Namespace) -> Server:
-    """Make the server that the command line describes."""
+def publisher(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Make what publishes KV events; with nothing to publish the context gives None."""
+    if args.kv_events_config is None:
+        return contextlib.nullcontext()
+    try:
+        from pagedkv.integrations.kv_events import KVEventPublisher  # imported here because it imports pyzmq
+
+        events = KVEventPublisher(**args.kv_events_config)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"--kv-events-config: {error}") from None
+    print(f"KV events, with the tokens of all prompts, for whoever reads {events.endpoint}", file=sys.stderr)
+    return events
+
+
+def build(args: argparse.Namespace, events: Any = None) -> Server:
+    """Make the server that the command line describes; `events` is the listener of its cache."""
     most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
     pool = {"num_blocks": args.num_blocks if args.memory is None else None, "memory": args.memory}
-    pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache}
+    pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache, "events": events}
     if args.model:
         try:
             from server.hugging_face import hugging_face  # imported here because it imports torch
@@ -160,7 +190,13 @@ def main() -> int:
     listener = listen(args.host, args.port)  # before a model is loaded
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("pagedkv").setLevel(logging.INFO)
-    server = build(args)
+    with publisher(args) as events:
+        return run(args, listener, events)
+
+
+def run(args: argparse.Namespace, listener: socket.socket, events: Any) -> int:
+    """Serve until Ctrl-C or a failure; the exit code."""
+    server = build(args, events)
     room = room_for_connections(args.max_connections)
     if room < args.max_connections:
         print(f"at most {room} connections, for this process can have few files open: ulimit -n", file=sys.stderr)

@@ -30,7 +30,13 @@ SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
 def serving(*words):
     """Run a server in this process; at the end all sequences must have ended, and the pool must be whole."""
     args = serve.parse([*SIZES, "--max-batch", "8", *words])
-    server = serve.build(args)
+    with serve.publisher(args) as events, running(args, serve.build(args, events)) as server:
+        server.events = events
+        yield server
+
+
+@contextlib.contextmanager
+def running(args, server):
     engine = server.worker.engine
     over_http = serve.OverHttp(server, args.max_connections)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:

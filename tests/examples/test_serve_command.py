@@ -111,6 +111,8 @@ def test_sizes_that_cannot_be(capsys):
     for words, message in [
         (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),
         (["--num-blocks", str(2**31)], "--num-blocks: "),
+        (["--kv-events-config", "zmq"], "--kv-events-config: must be a JSON object, got zmq"),
+        (["--kv-events-config", '{"publisher": "nats"}'], 'publisher must be "zmq" or "null", got nats'),
     ]:
         with pytest.raises(SystemExit, match=r"^2$"):
             serve.parse(words)

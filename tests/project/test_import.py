@@ -16,8 +16,11 @@ import pagedkv.memory
 
 MODULES = sorted(module.name for module in pkgutil.walk_packages(pagedkv.__path__, "pagedkv."))
 # Modules that are imported where a package is installed that pagedkv does not ask for.
-OPTIONAL = {"pagedkv.bench.gpu.triton_decode": "triton"}
-HEAVY = {"numba", "llvmlite", "torch", "cupy", "cuda", "scipy", "matplotlib", "jax", "transformers", "triton"}
+OPTIONAL = {"pagedkv.bench.gpu.triton_decode": "triton", "pagedkv.integrations.kv_events": "zmq"}
+HEAVY = {
+    *("numba", "llvmlite", "torch", "cupy", "cuda", "scipy", "matplotlib", "jax", "transformers", "triton"),
+    *("zmq", "msgspec"),
+}
 
 
 def test_import_is_light():
