@@ -310,6 +310,16 @@ def test_close_sends_what_waits_and_ends_the_publisher():
     KVEventPublisher(endpoint.replace("127.0.0.1", "*")).close()  # the port is free
 
 
+def test_an_event_that_cannot_be_sent_ends_the_publisher_and_not_the_cache(caplog):
+    with KVEventPublisher(LOCAL) as publisher:
+        cache = make(publisher)
+        publisher("no event")
+        publisher._thread.join()
+        cache.commit(cache.add(P * [1]).seq)
+        assert cache.find([*P * [1], 0]) == P
+    assert "KV events are no longer published" in caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_publishes_nothing():

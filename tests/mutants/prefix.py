@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 PREFIX_CACHE = "tests/memory/prefix/test_prefix_cache.py::"
 PREFIX_MACHINE = "tests/memory/prefix/test_machine.py::TestPrefixMachine"
+KV_EVENTS = "tests/integrations/test_kv_events.py::"
 
 MUTANTS = [
     Mutant(
@@ -65,5 +66,23 @@ MUTANTS = [
         "np.minimum(self.num_found[rows], lens // self.cache.block_size)",
         "self.num_found[rows]",
         PREFIX_MACHINE,
+    ),
+    Mutant(
+        "events: a fork forgets its salt",
+        "(self.num_known, self.num_found, self._roots, self._salts)]",
+        "(self.num_known, self.num_found, self._roots)]",
+        "tests/memory/prefix/test_hooks.py::test_events_name_the_salt_of_first_blocks",
+    ),
+    Mutant(
+        "events: nobody hears that some did not fit",
+        "            cleared.put(AllBlocksCleared())\n",
+        "",
+        KV_EVENTS + "test_events_that_do_not_fit_are_replaced_by_one_that_clears_all",
+    ),
+    Mutant(
+        "events: a replay lacks the message that was asked for",
+        "            if number >= request[1]:\n",
+        "            if number > request[1]:\n",
+        KV_EVENTS + "test_a_replay_has_the_messages_that_are_kept",
     ),
 ]
