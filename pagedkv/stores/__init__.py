@@ -1,0 +1,8 @@
+"""Keeps K and V outside of a cache: in host memory, in a file, in Redis, in another process."""
+
+from .file import FileStore
+from .host import HostStore
+from .store import BlockStore
+from .wire import Wire
+
+__all__ = ["BlockStore", "FileStore", "HostStore", "Wire"]

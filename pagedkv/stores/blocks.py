@@ -1,0 +1,180 @@
+"""CacheBlocks: a cache's K and V as wire blocks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import host_view, to_host
+from ..cache import PagedKVCache
+from ..commit import bits
+from ..layouts import cache_geometry
+from ..memory.arguments import as_int
+from ..operations.caches import swap_blocks
+from ..typing import Layout
+from .store import Buffer
+from .wire import BLOCK_TOKENS, Name, Wire
+
+_AT_ONCE = 2**20  # bytes of one layer that are gathered at a time: they stay in a core's cache
+
+
+class CacheBlocks:
+    """Reads wire blocks from a cache, and writes them into it.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+        Of one group of layers.
+    model : str
+        As in `Wire`.
+    first_head : int
+        The number in the model of the cache's first KV head: of a rank that has heads 4 to 7, it is 4.
+    block_tokens : int
+        As in `Wire`.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+    wire : Wire
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, model: str, *, first_head: int = 0, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        groups = getattr(cache, "groups", ())
+        if any(group.window is not None for group in groups):
+            raise ValueError(
+                f"cache must have layers without windows, got groups {groups}: blocks behind a window are "
+                "released, so that a store would have sequences with gaps"
+            )
+        self.cache, self._first_head = cache, as_int("first_head", first_head, maximum=2**16)
+        options = cache._options[0]
+        self._layout, kv_dtype = options["layout"], options["kv_dtype"]
+        self._on_device = cache._arrays.on_device
+        k_cache, v_cache = cache.k_caches[0], cache.v_caches[0]
+        geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
+        self._num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
+        kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
+        self.wire = Wire(model, len(cache.k_caches), self._head_dim, kind, block_tokens=block_tokens)
+        self._scales = [b""] * self._num_heads if kv_dtype is None else self._scales_of_heads()
+
+    def names(self, digest: bytes) -> list[Name]:
+        """The names of a wire block in the cache's KV heads."""
+        return [self.wire.name(digest, self._first_head + i, scales) for i, scales in enumerate(self._scales)]
+
+    def read(self, slots: npt.NDArray[np.int64], digests: Sequence[bytes]) -> tuple[list[Name], list[memoryview]]:
+        """Copy tokens out of the cache.
+
+        Parameters
+        ----------
+        slots : (num_tokens,) int64
+            Of tokens that follow each other; the first is the first of a wire block. Zeros fill the last block up.
+        digests : sequence of bytes
+            Of the wire blocks that they are in.
+
+        Returns
+        -------
+        names : list of Name
+            Of each wire block and KV head.
+        blocks : list of memoryview
+        """
+        size, num_blocks, num_heads = self.wire.block_tokens, len(digests), self._num_heads
+        sealed = self.wire.empty(num_blocks * num_heads)
+        payloads = bits(self.wire.payloads(sealed)).reshape(num_blocks, num_heads, *self.wire.payload_shape)
+        padded = np.pad(slots, (0, num_blocks * size - len(slots)), mode="edge")
+        with self._on_host(padded, writes=False) as (layers, ids, offsets):
+            at_once = max(1, _AT_ONCE * len(layers) // (num_heads * self.wire.block_bytes))
+            for first in range(0, num_blocks, at_once):
+                some = slice(first, first + at_once)
+                of_tokens = slice(first * size, (first + at_once) * size)
+                for layer, both in enumerate(layers):
+                    for i, view in enumerate(both):
+                        rows = view[ids[of_tokens], offsets[of_tokens]].reshape(-1, size, num_heads, self._head_dim)
+                        payloads[some, :, layer, i] = rows.swapaxes(1, 2)
+        payloads[-1, :, :, :, len(slots) - num_blocks * size or size :] = 0
+        names = [name for digest in digests for name in self.names(digest)]
+        self.wire.seal(sealed, names)
+        return names, [block.data for block in sealed]
+
+    def open(self, found: Sequence[Buffer | None], names: Sequence[Name]) -> list[npt.NDArray[np.uint8]]:
+        """The first wire blocks that a store has whole, all KV heads of each, up to the first that it has not."""
+        opened = []
+        for block, name in zip(found, names, strict=False):
+            if (whole := self.wire.opened(block, name)) is None:
+                break
+            opened.append(whole)
+        return opened[: len(opened) // self._num_heads * self._num_heads]
+
+    def write(self, slots: npt.NDArray[np.int64], skipped: int, opened: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Copy tokens into the cache.
+
+        Parameters
+        ----------
+        slots : (num_tokens,) int64
+            Where they go.
+        skipped : int
+            How many tokens the first wire blocks have before them.
+        opened : sequence of array
+            From `open`.
+        """
+        size, num_heads = self.wire.block_tokens, self._num_heads
+        with self._on_host(slots, writes=True) as (layers, ids, offsets):
+            for at in range(skipped // size, -(-(skipped + len(slots)) // size)):
+                heads = np.stack(opened[at * num_heads : (at + 1) * num_heads])
+                payloads = bits(self.wire.payloads(heads))
+                first, stop = max(at * size, skipped), min((at + 1) * size, skipped + len(slots))
+                of_tokens = slice(first - skipped, stop - skipped)
+                tokens = payloads[:, :, :, first - at * size : stop - at * size].transpose(1, 2, 3, 0, 4)
+                for both, of_layer in zip(layers, tokens, strict=True):
+                    for view, rows in zip(both, of_layer, strict=True):
+                        view[ids[of_tokens], offsets[of_tokens]] = rows.reshape(len(rows), *view.shape[2:])
+
+    @contextmanager
+    def _on_host(
+        self, slots: npt.NDArray[np.int64], *, writes: bool
+    ) -> Iterator[tuple[list[tuple[Any, Any]], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """K and V of each layer as NumPy sees them, and the block and offset of each slot in them.
+
+        The blocks of a cache on a device are copied to the host first, and back if the caller `writes`.
+        """
+        ids, offsets = np.divmod(slots, self.cache.block_size)
+        k_caches, v_caches = self.cache.k_caches, self.cache.v_caches
+        if not self._on_device:
+            yield self._as_layers(map(host_view, k_caches), map(host_view, v_caches)), ids, offsets
+            return
+        blocks, ids = np.unique(ids, return_inverse=True)
+        here = [np.empty((len(blocks), *x.shape[1:]), self.wire.dtype) for x in (*k_caches, *v_caches)]
+        there, pairs = [*k_caches, *v_caches], np.stack([blocks, np.arange(len(blocks))], axis=1)
+        swap_blocks(there, here, pairs)
+        yield self._as_layers(here[: len(k_caches)], here[len(k_caches) :]), ids, offsets
+        if writes:
+            swap_blocks(here, there, pairs[:, ::-1].copy())
+
+    def _as_layers(self, k_caches: Iterable[Any], v_caches: Iterable[Any]) -> list[tuple[Any, Any]]:
+        return [
+            (as_tokens(bits(k), self._layout, is_key=True), as_tokens(bits(v), self._layout, is_key=False))
+            for k, v in zip(k_caches, v_caches, strict=True)
+        ]
+
+    def _scales_of_heads(self) -> list[bytes]:
+        """The scales of each KV head in all layers, as bytes."""
+        options = self.cache._options
+        scales = np.empty((self._num_heads, len(options), 2), "<f8")
+        for layer, of_layer in enumerate(options):
+            for i, name in enumerate(("k_scale", "v_scale")):
+                scale = to_host(of_layer[name])
+                scales[:, layer, i] = 1.0 if scale is None else scale
+        return [of_head.tobytes() for of_head in scales]
+
+
+def as_tokens(cache: Any, layout: Layout, *, is_key: bool) -> Any:
+    """View a cache as (num_blocks, block_size, num_kv_heads, ...), with the dims of a head last."""
+    if layout == "NHD":
+        return cache
+    if layout == "HND":
+        return cache.transpose(0, 2, 1, 3)
+    return cache.transpose(0, 3, 1, 2, 4) if is_key else cache.transpose(0, 3, 1, 2)

@@ -1,0 +1,100 @@
+"""Slots: which key is in which slot of a store whose blocks have one size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+
+from ..memory.arguments import as_int
+from ..memory.prefix.digests import NUM_BYTES
+from .store import Buffer
+
+
+class Placement(NamedTuple):
+    """Where blocks go: their places in the call, their slots, and the keys that make room for them."""
+
+    chosen: list[int]
+    slots: list[int]
+    evicted: list[bytes]
+
+
+class Slots:
+    """The keys of a store in the order of their use, and the slot of each.
+
+    A store first asks where blocks would go (`plan`), then takes the evicted keys out (`remove`), writes the blocks,
+    and puts the new keys in (`put`): a key names its slot only while the slot holds its block.
+
+    Parameters
+    ----------
+    capacity, block_bytes : int
+        Bytes of all slots, and of each.
+    """
+
+    def __init__(self, capacity: int, block_bytes: int) -> None:
+        self.block_bytes = as_int("block_bytes", block_bytes, minimum=1)
+        self.capacity = as_int("capacity", capacity, minimum=self.block_bytes)
+        self.num_slots = self.capacity // self.block_bytes
+        self._used: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._free = dict.fromkeys(range(self.num_slots))
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def find(self, keys: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """The slot and the bytes of each key's block, or None; these keys are the most recently used ones now."""
+        found = [self._used.get(key) for key in keys]
+        # The first block of a sequence goes last: without it the others cannot be found.
+        for key, place in zip(reversed(keys), reversed(found), strict=True):
+            if place is not None:
+                self._used.move_to_end(key)
+        return found
+
+    def plan(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> Placement:
+        """Decide where the blocks of new keys go; raises what `require_blocks` raises."""
+        require_blocks(keys, blocks, self.block_bytes)
+        here = {key for key in keys if key in self._used}
+        chosen = [i for i, key in enumerate(keys) if key not in here][: self.num_slots - len(here)]
+        num_evicted = max(0, len(chosen) - len(self._free))
+        evicted = [*islice((key for key in self._used if key not in here), num_evicted)]
+        slots = [*islice(self._free, len(chosen)), *(self._used[key][0] for key in evicted)]
+        return Placement(chosen, slots, evicted)
+
+    def put(self, keys: Iterable[bytes], slots: Sequence[int], sizes: Iterable[int]) -> None:
+        """Name the slots of a `Placement` whose evicted keys are removed."""
+        for slot in slots:
+            del self._free[slot]
+        # As in `find`: a sequence loses its last block first.
+        for key, slot, size in reversed([*zip(keys, slots, sizes, strict=True)]):
+            self._used[key] = slot, size
+
+    def remove(self, keys: Iterable[bytes]) -> list[int]:
+        """Forget keys, and return their slots."""
+        gone = [place[0] for key in keys if (place := self._used.pop(key, None)) is not None]
+        self._free |= dict.fromkeys(gone)
+        return gone
+
+
+def require_blocks(keys: Sequence[bytes], blocks: Sequence[Buffer], most: int) -> None:
+    """Raise ValueError unless there are as many different keys of 16 bytes as blocks of at most `most` bytes."""
+    if len({*keys}) != len(keys) or len(keys) != len(blocks):
+        raise ValueError(f"keys must be different, one for each of {len(blocks)} blocks, got {len({*keys})}")
+    for key, block in zip(keys, blocks, strict=True):
+        if len(key) != NUM_BYTES:
+            raise ValueError(f"keys must have {NUM_BYTES} bytes, got {len(key)}")
+        if (size := memoryview(block).nbytes) > most:
+            raise ValueError(f"blocks must have at most {most} bytes each, got {size}")
+
+
+def room_for(places: Sequence[tuple[int, int] | None]) -> list[memoryview | None]:
+    """New memory for blocks whose slots and sizes are given, in one piece; None where there is no block."""
+    room = np.empty(sum(place[1] for place in places if place is not None), np.uint8).data
+    views, end = list[memoryview | None](), 0
+    for place in places:
+        if place is not None:
+            end += place[1]
+        views.append(None if place is None else room[end - place[1] : end])
+    return views

@@ -1,0 +1,56 @@
+"""BlockStore: where wire blocks are kept outside of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+"""The bytes of a wire block."""
+
+
+class BlockStore(Protocol):
+    """Keeps blocks of bytes under keys of 16 bytes, and drops the least recently used ones when it is full.
+
+    `pagedkv.stores` has stores in host memory, in a file, in Redis and in another process. A store of yours needs these
+    three methods. A store may lose blocks at any time; a block that it returns is checked by `Wire` before anything of
+    it reaches a cache. Methods may raise whatever they like, too: who uses a store computes again what it does not get.
+
+    Attributes
+    ----------
+    capacity : int
+        The most bytes of blocks that it keeps.
+    """
+
+    capacity: int
+
+    def get(self, keys: Sequence[bytes]) -> Sequence[Buffer | None]:
+        """Look up keys.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            16 bytes each.
+
+        Returns
+        -------
+        sequence of Buffer or None
+            The block of each key, or None where there is none. Later calls do not change these bytes.
+        """
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
+        """Keep a copy of each block; a key that is there already keeps its block.
+
+        Blocks that are used less recently make room. Where the store has less room than this call needs, it keeps the
+        first blocks: a sequence is found from its beginning.
+
+        Parameters
+        ----------
+        keys : sequence of bytes
+            16 bytes each, all different.
+        blocks : sequence of Buffer
+            As many.
+        """
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget keys, as far as they are there."""

@@ -1,0 +1,156 @@
+"""The wire format: K and V of a few tokens as bytes that any cache of the same model can read.
+
+A wire block holds the K and V of `block_tokens` successive tokens, of all layers and of one KV head. A cache cuts a
+sequence into wire blocks from its first token on, whatever its own block size, so caches may differ in block size, in
+layout, in array module, and in how many ranks share the KV heads.
+
+A block is a header of 128 bytes and the payload, in the byte order of x86 and Arm (little-endian):
+
+| bytes | field |
+|---|---|
+| 8 | magic, ``b"pagedkv\\n"`` |
+| 2, 2 | version of this format, 1; kind of an element: its place in `KINDS` |
+| 4 each | num_layers, head_dim, block_tokens, KV head |
+| 8 | bytes of the payload |
+| 16 each | digest of the model, chained digest, key, checksum |
+| 12 | zeros |
+
+The payload is (num_layers, 2, block_tokens, head_dim): of each layer K and then V, token by token. An fp8 cache stores
+its codes.
+
+The **chained digest** of a block names all tokens up to its last one, its salt and what it is made of. It is the
+BLAKE2b-128 of the digest before it and of the block's token ids (int32). The first one follows a root: BLAKE2b-128 of
+the version, the kind, the sizes, the salt's digest and the model's name.
+
+The **key** of a block is the BLAKE2b-128 of its chained digest, of the number of its KV head in the model, and of the
+scales of that head in all layers (float64). So a key never names keys of another model, element type, salt or scale,
+and a rank with some of the heads finds what a process with all of them stored.
+
+The **checksum** is the BLAKE2b-128 of the header before it and of sums of the payload's 64-bit words: with the words in
+2 * num_layers rows, the sum of each column and of each row. It is fast, and finds damage; it does not protect against
+somebody who writes wrong blocks on purpose. Give a store only to those whom you trust with the text itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..layouts import FLOAT_DTYPES, FP8_DTYPES
+from ..memory.arguments import as_int
+from ..memory.prefix.digests import NUM_BYTES, blake2b_128, hash_chain
+from .store import Buffer
+
+MAGIC, VERSION = b"pagedkv\n", 1
+KINDS = (*(dtype.name for dtype in FLOAT_DTYPES), *FP8_DTYPES)
+BLOCK_TOKENS = 64
+HEADER_BYTES = 128
+_FIELDS = Struct("<8sHHIIIIQ16s16s16s")
+_ROOT = Struct("<HHIII16s")
+_HEAD = Struct("<16sI")
+
+
+class Name(NamedTuple):
+    """What a wire block is called: its key, the chained digest of its tokens, and its KV head in the model."""
+
+    key: bytes
+    digest: bytes
+    head: int
+
+
+class Wire:
+    """Names wire blocks of one model, seals them, and checks them.
+
+    Parameters
+    ----------
+    model : str
+        What the K and V depend on besides the tokens: a name and a revision of the weights, for example.
+    num_layers, head_dim : int
+    kind : str
+        The type of an element, one of `KINDS`.
+    block_tokens : int
+        Tokens of a wire block.
+
+    Attributes
+    ----------
+    payload_shape : tuple of int
+        (num_layers, 2, block_tokens, head_dim).
+    dtype : numpy.dtype
+        Of an element as the caches store it: uint8 for fp8.
+    block_bytes : int
+        Bytes of a block, with its header.
+    """
+
+    def __init__(
+        self, model: str, num_layers: int, head_dim: int, kind: str, *, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
+        if not isinstance(model, str) or not model:
+            raise TypeError(f"model must be a str that names the model and its weights, got {model!r}")
+        self.block_tokens = as_int("block_tokens", block_tokens, minimum=1, maximum=2**16)
+        self.dtype = dict(zip(KINDS, (*FLOAT_DTYPES, *[np.dtype(np.uint8)] * len(FP8_DTYPES)), strict=True))[kind]
+        self.payload_shape = (num_layers, 2, self.block_tokens, head_dim)
+        self._payload_bytes = int(np.prod(self.payload_shape)) * self.dtype.itemsize
+        self.block_bytes = HEADER_BYTES + self._payload_bytes
+        sizes = KINDS.index(kind), num_layers, head_dim, self.block_tokens
+        self._model = blake2b_128(model.encode())
+        self._head_of_header = MAGIC, VERSION, *sizes
+        self._root_of = lambda salt: blake2b_128(_ROOT.pack(VERSION, *sizes, salt) + self._model)
+
+    def digests(self, tokens: npt.NDArray[np.int32], salt: bytes) -> list[bytes]:
+        """The chained digests of the full wire blocks of a text.
+
+        Parameters
+        ----------
+        tokens : (num_tokens,) int32
+        salt : bytes
+            The root digest of the salt.
+        """
+        num_blocks = len(tokens) // self.block_tokens
+        rows = tokens[: num_blocks * self.block_tokens].astype("<i4", copy=False).reshape(num_blocks, -1)
+        return hash_chain(blake2b_128, self._root_of(salt), (row.tobytes() for row in rows))
+
+    @staticmethod
+    def name(digest: bytes, head: int, scales: bytes = b"") -> Name:
+        """The name of one KV head's block; `scales` are the bytes of that head's scales, if it has any."""
+        return Name(blake2b_128(_HEAD.pack(digest, head) + scales), digest, head)
+
+    def empty(self, num_blocks: int) -> npt.NDArray[np.uint8]:
+        """Room for blocks, (num_blocks, block_bytes) uint8."""
+        return np.empty((num_blocks, self.block_bytes), np.uint8)
+
+    def payloads(self, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
+        """The payloads of blocks as a view, (num_blocks, *payload_shape)."""
+        return blocks[:, HEADER_BYTES:].view(self.dtype).reshape(len(blocks), *self.payload_shape)
+
+    def seal(self, blocks: npt.NDArray[np.uint8], names: Sequence[Name]) -> None:
+        """Write the headers of blocks whose payloads are there."""
+        blocks[:, :HEADER_BYTES] = 0
+        for block, name in zip(blocks, names, strict=True):
+            header = self._header(name)
+            sealed = header + self._checksum(header, block)
+            block[: len(sealed)] = np.frombuffer(sealed, np.uint8)
+
+    def opened(self, block: Buffer | None, name: Name) -> npt.NDArray[np.uint8] | None:
+        """The bytes of a block from a store, (block_bytes,) uint8, or None unless it is exactly what `name` says."""
+        try:
+            view = memoryview(block).cast("B") if block is not None else memoryview(b"")
+        except TypeError:  # a store that returns something else than bytes
+            return None
+        header = self._header(name)
+        if len(view) != self.block_bytes or view[: len(header)] != header:
+            return None
+        found = np.frombuffer(view, np.uint8)
+        checksum = view[len(header) : len(header) + NUM_BYTES]
+        return found if checksum == self._checksum(header, found) else None
+
+    def _header(self, name: Name) -> bytes:
+        magic, version, *sizes = self._head_of_header
+        return _FIELDS.pack(magic, version, *sizes, name.head, self._payload_bytes, self._model, name.digest, name.key)
+
+    def _checksum(self, header: bytes, block: npt.NDArray[np.uint8]) -> bytes:
+        words = block[HEADER_BYTES:].view("<u8").reshape(2 * self.payload_shape[0], -1)
+        return blake2b_128(header + words.sum(axis=0).tobytes() + words.sum(axis=1).tobytes())

@@ -1,0 +1,1 @@
+"""Tests of stores outside of a cache."""

@@ -1,0 +1,118 @@
+"""What every store promises: the block that was put, or none; a bound; the beginnings of sequences stay longest."""
+
+import numpy as np
+import pytest
+
+from pagedkv.stores import FileStore, HostStore
+from pagedkv.stores.redis import RedisStore
+
+from .redis_server import redis_server
+
+BLOCK_BYTES, NUM_BLOCKS = 100, 6
+CAPACITY = NUM_BLOCKS * BLOCK_BYTES
+
+
+def keys(*numbers):
+    return [bytes([i]) * 16 for i in numbers]
+
+
+def block(number, size=BLOCK_BYTES):
+    return np.random.default_rng(number).bytes(size)
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(params=["host", "file", "redis"])
+def store(request, tmp_path):
+    if request.param == "host":
+        yield HostStore(CAPACITY, BLOCK_BYTES)
+    elif request.param == "file":
+        with FileStore(tmp_path / "blocks", CAPACITY, BLOCK_BYTES) as store:
+            yield store
+    else:
+        pytest.importorskip("redis", reason="redis-py is not installed: the extra redis brings it")
+        url = request.getfixturevalue("redis_url")
+        store = RedisStore(url, CAPACITY, prefix=request.node.name, timeout=10)
+        yield store
+        store.close()
+
+
+def put(store, *numbers):
+    store.put(keys(*numbers), [block(i) for i in numbers])
+
+
+def here(store, *numbers):
+    """Which of these blocks are there; they are right."""
+    found = store.get(keys(*numbers))
+    assert len(found) == len(numbers)
+    for number, one in zip(numbers, found, strict=True):
+        assert one is None or bytes(one) == block(number)
+    return [number for number, one in zip(numbers, found, strict=True) if one is not None]
+
+
+def test_what_was_put_is_there_until_it_is_removed(store):
+    assert store.capacity == CAPACITY
+    assert here(store) == here(store, 1) == []
+    put(store, 1, 2, 3)
+    put(store)
+    assert here(store, 3, 0, 1, 2) == [3, 1, 2]
+    store.remove(keys(2, 5))
+    store.remove([])
+    assert here(store, 1, 2, 3) == [1, 3]
+    put(store, 2)
+    assert here(store, 2) == [2]
+
+
+def test_blocks_of_any_size_up_to_the_largest(store):
+    sizes = [0 + 1, 17, BLOCK_BYTES]
+    store.put(keys(*sizes), [np.frombuffer(block(size, size), np.uint8).data for size in sizes])
+    assert [bytes(x) for x in store.get(keys(*sizes))] == [block(size, size) for size in sizes]
+
+
+def test_a_key_keeps_its_block(store):
+    put(store, 1)
+    store.put(keys(1, 2), [block(9), block(2)])
+    assert here(store, 1, 2) == [1, 2]
+
+
+def test_the_least_recently_used_blocks_make_room(store):
+    put(store, 1, 2, 3)
+    put(store, 4, 5, 6)
+    assert here(store, 2) == [2]
+    put(store, 7, 8)
+    assert here(store, *range(1, 9)) == [2, 4, 5, 6, 7, 8]
+
+
+def test_the_beginning_of_a_long_sequence_is_kept(store):
+    put(store, *range(20, 22))
+    put(store, *range(1, 10))
+    assert here(store, *range(1, 10)) == [1, 2, 3, 4, 5, 6]
+    assert here(store, 20, 21) == []
+
+
+def test_what_was_got_stays_as_it_is(store):
+    put(store, 1)
+    [found] = store.get(keys(1))
+    put(store, *range(2, 8))
+    assert here(store, 1) == []
+    assert bytes(found) == block(1)
+
+
+@pytest.mark.parametrize(
+    ("wrong_keys", "blocks", "message"),
+    [
+        (keys(1, 1), [b"a", b"b"], "keys must be different, one for each of 3 blocks, got 2"),
+        (keys(1), [b"a", b"b"], "keys must be different, one for each of 3 blocks, got 2"),
+        ([b"short"], [b"a"], "keys must have 16 bytes, got 5"),
+        (keys(1), [bytes(6 * BLOCK_BYTES + 1)], "blocks must have at most [16]00 bytes each, got 601"),
+    ],
+)
+def test_refusals_change_nothing(store, wrong_keys, blocks, message):
+    put(store, 1, 2)
+    with pytest.raises(ValueError, match=message):
+        store.put([*keys(3), *wrong_keys], [b"c", *blocks])
+    assert here(store, 1, 2, 3) == [1, 2]
