@@ -16,6 +16,7 @@ from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.device.layer_caches import LayerCaches
+from .memory.groups import LayerGroups
 from .memory.guard import consistent, exclusive
 from .memory.pool import BlockPool
 from .memory.prefix.cache import PrefixCache, require_block_size
@@ -36,9 +37,10 @@ from .validation import cache_pair
 class PagedKVCache(Sequences):
     """The paged K and V of all layers of a model, and the sequences in it.
 
-    A block id names the same block in every layer. As in `SequenceTable`, every method changes all or nothing; a
-    mutation in the middle of another thread's raises RuntimeError, a read waits for it. A cache cannot be copied or
-    pickled: TypeError.
+    A block id names the same block in every layer of a group: layers with the same window form groups of equal size,
+    which share the pool, and their blocks come back as soon as no query to come sees a key in them. As in
+    `SequenceTable`, every method changes all or nothing; a mutation in the middle of another thread's raises
+    RuntimeError, a read waits for it. A cache cannot be copied or pickled: TypeError.
 
     Parameters
     ----------
@@ -59,6 +61,17 @@ class PagedKVCache(Sequences):
         or of num_kv_heads floats, which the cache copies.
     max_seqs : int
         Sequences alive at a time.
+    windows : int, None, or list of them
+        How many tokens a query sees in each layer, its own among them, or in all; None for all before it. A window
+        counts from the last block boundary, so that a layer holds at most 1 + ceil((window - 1) / P) blocks of a
+        sequence while it decodes.
+    keep : int
+        Tokens behind the windows that stay, for drafts that are rolled back after others were appended. `truncate` can
+        always take back the last `append`.
+    same_as : dict of int to int, or None
+        Layers that read the K and V of an earlier layer, and which: they take no memory.
+    group_size : int or None
+        Layers of a group; None for the size that takes the least memory.
     max_seq_len : int or None
         Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. Block tables on
         a device have room for max_seq_len from the beginning, others grow with the longest sequence.
@@ -79,8 +92,10 @@ class PagedKVCache(Sequences):
     ----------
     pool : BlockPool
     prefix_cache : bool
+    groups : tuple of Group
+        The window and the layers of each group. With several, slots and block tables have an axis for groups in front.
     k_caches, v_caches : tuple of array
-        K and V of each layer, shaped as the layout says, zero at first.
+        K and V of each layer, shaped as the layout says, zero at first. Layers of different groups share arrays.
 
     Raises
     ------
@@ -159,6 +174,10 @@ class PagedKVCache(Sequences):
         v_scale: Any = None,
         max_seqs: int = 256,
         max_seq_len: int | None = None,
+        windows: int | list[int | None] | tuple[int | None, ...] | None = None,
+        keep: int = 0,
+        same_as: dict[int, int] | None = None,
+        group_size: int | None = None,
         array_module: ModuleType | str = "numpy",
         device: Any = None,
         prefix_cache: bool = True,
@@ -172,13 +191,16 @@ class PagedKVCache(Sequences):
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         arrays = Arrays(array_module, device)
         stored = storage_dtype(dtype, kv_dtype)
-        block_bytes = bytes_of_block(num_layers, block_size, num_kv_heads, head_dim, layout, stored.itemsize)
+        sizes_of_groups: dict[str, Any] = {"max_seq_len": max_seq_len, "same_as": same_as, "group_size": group_size}
+        groups = LayerGroups.of(windows, num_layers, block_size, **sizes_of_groups)
+        keep = as_int("keep", keep, maximum=MAX_INT32)
+        block_bytes = bytes_of_block(groups.group_size, block_size, num_kv_heads, head_dim, layout, stored.itemsize)
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
         count = num_blocks if memory is None else blocks_in(memory, block_bytes, arrays)
         num_blocks = as_int("num_blocks", count, minimum=1, maximum=MAX_INT32)
         if max_seq_len is None:
-            max_blocks = min(num_blocks, MAX_INT32 // block_size)
+            max_blocks = min(groups.longest(num_blocks, 1, keep) // block_size, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
         self._options: list[dict[str, Any]] = [{"layout": layout, "kv_dtype": kv_dtype} for _ in range(num_layers)]
@@ -190,15 +212,17 @@ class PagedKVCache(Sequences):
             require_block_size(block_size)
         # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.
         sizes = num_blocks, block_size, num_kv_heads, head_dim
-        self._layer_caches = LayerCaches(arrays, layout, sizes, num_layers, stored)
+        self._layer_caches = LayerCaches(arrays, layout, sizes, groups, stored)
         self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
         found = None
         if prefix_cache:
             hooks: dict[str, Any] = {"eviction": eviction, "hash_of": hash_of, "listener": events}
-            found = PrefixCache(num_blocks, block_size, **hooks, medium="GPU" if arrays.on_device else "CPU")
-        super().__init__(BlockPool(num_blocks), block_size, max_seqs, max_blocks, prefix_cache=found)
+            found = PrefixCache(num_blocks, block_size, groups, **hooks, medium="GPU" if arrays.on_device else "CPU")
+        tables: dict[str, Any] = {"prefix_cache": found, "groups": groups, "keep": keep}
+        super().__init__(BlockPool(num_blocks), block_size, max_seqs, max_blocks, **tables)
         self.prefix_cache, self._arrays = prefix_cache, arrays
         self._pins: dict[str, int] = {}
+        self._same_as = dict(same_as or {})
         self._alike = k_scale is None and v_scale is None
         self._batches = Batches(self, arrays, grows=max_seq_len is None)
 
@@ -244,6 +268,7 @@ class PagedKVCache(Sequences):
         salt: str | bytes | None = None,
         *,
         reserve: int = 0,
+        chunk: int | None = None,
         preempted: bool = False,
         last: list[int] | None = None,
     ) -> Added:
@@ -257,6 +282,8 @@ class PagedKVCache(Sequences):
             As in `add`.
         reserve : int
             Blocks that must stay free besides.
+        chunk : int or None
+            The most tokens that one `append` will add, so that windows give blocks back in between; None for all.
         preempted : bool
             Whether a preempted request starts again: `stats` counts its tokens separately.
         last : list of one int, or None
@@ -269,12 +296,15 @@ class PagedKVCache(Sequences):
 
         It raises what `add` raises.
         """
-        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), last, preempted=preempted)
+        chunk = None if chunk is None else as_int("chunk", chunk, minimum=1)
+        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), chunk, last, preempted=preempted)
 
     @between_graphs
     @exclusive
     def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
         """Add n tokens to the end of each sequence, and copy shared blocks that they would be written to.
+
+        Blocks that windows have passed before the new tokens come back first, even if the call fails then.
 
         Parameters
         ----------
@@ -289,7 +319,7 @@ class PagedKVCache(Sequences):
         Returns
         -------
         (num_new_tokens,) int64
-            Their slots, in the order of the sequences.
+            Their slots, in the order of the sequences; with several groups (num_groups, num_new_tokens).
 
         Raises
         ------
@@ -301,6 +331,7 @@ class PagedKVCache(Sequences):
             The current stream of the device is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
+        self._release_passed(seqs)
         plan = self._rows.plan_copying(self._layer_caches.read, self._rows.plan_append, seqs, n, ids)
         self._layer_caches.copy(plan.copies)
         slots = self._arrays.asarray(plan.slots)
@@ -312,6 +343,7 @@ class PagedKVCache(Sequences):
     def commit(self, seqs: Any) -> None:
         """Declare that the K and V of all tokens of these sequences are written in all layers.
 
+        Their queries are computed, too, and none of the tokens is a draft: blocks that windows have passed come back.
         From now on new sequences find their full blocks, as far as the tokens are known by id. Where a block with the
         same tokens was committed before, these sequences share that one and release their own.
 
@@ -326,11 +358,12 @@ class PagedKVCache(Sequences):
             A sequence is named twice, or was freed.
         """
         self.pool._commit(self._rows.plan_commit(self._rows.handles.find_distinct(seqs)))
+        self._release_passed(seqs)  # another change: a block that the first one stores waits for its eviction then
 
     @consistent
     def find(self, tokens: Any, salt: str | bytes | None = None) -> int:
         """How many of these tokens `add` would find in the cache; nothing changes."""
-        return self._rows.share(known_prompt(tokens, salt))[0]
+        return self._rows.share(known_prompt(tokens, salt)).num_tokens
 
     @consistent
     def can_add(self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
@@ -436,11 +469,17 @@ class PagedKVCache(Sequences):
         layer : int
         k, v : (num_tokens, num_kv_heads, head_dim) array
         slots : (num_tokens,) int64 array
-            As `append` or `slots` returned them.
+            As `append` or `slots` returned them; with several groups (num_groups, num_tokens), or those of the layer.
         **options
             `backend` and `check` of :func:`~pagedkv.write_kv`; the cache knows its layout, kv_dtype and scales.
         """
         k_cache, v_cache, ours = self._layer(layer)
+        if layer in self._same_as:
+            raise ValueError(
+                f"layer must have K and V of its own, got {layer}, which reads those of {self._same_as[layer]}"
+            )
+        if len(self.groups) > 1 and getattr(slots, "ndim", 1) == 2:
+            slots = slots[self._rows.groups.group_of[layer]]
         write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
 
     @between_graphs
@@ -457,11 +496,17 @@ class PagedKVCache(Sequences):
             From `batch`, after the keys and values of all its tokens were written.
         **options
             Options of :func:`~pagedkv.decode_attention`, which computes a batch with one row for each sequence, or of
-            :func:`~pagedkv.prefill_attention`; not layout, kv_dtype, scales and max_seq_len, which are known.
+            :func:`~pagedkv.prefill_attention`; not layout, kv_dtype, scales and max_seq_len, which are known. `window`
+            is that of the layer unless it is given.
 
         Returns
         -------
         (num_tokens, num_heads, head_dim) array, and with return_lse=True the LSE
+
+        Raises
+        ------
+        ValueError
+            `window` is None or more than the cache keeps for the layer, or `q` has not the rows of the batch.
         """
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
@@ -472,12 +517,14 @@ class PagedKVCache(Sequences):
                 f"q must have num_tokens = {batch.num_tokens} rows, those of the batch, got {shape[0]}: "
                 "batch(seqs, query_lens) says how many each sequence has, one if query_lens is not given"
             )
-        stored = ours | {"max_seq_len": batch.max_seq_len}
+        where, stored = batch.where[self._rows.groups.group_of[layer]], ours | {"max_seq_len": batch.max_seq_len}
+        if self._rows.windows is not None:
+            options = self._with_window(layer, options)
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         if self._arrays.on_device:
-            return operation(q, k_cache, v_cache, **batch.where, **stored, **options)
+            return operation(q, k_cache, v_cache, **where, **stored, **options)
         caches = self, None if self._alike else layer
-        return attend(operation, batch.prepared, caches, q, k_cache, v_cache, batch.where, stored, options)
+        return attend(operation, batch.prepared, caches, q, k_cache, v_cache, where, stored, options)
 
     @consistent
     def stats(self) -> Stats:
@@ -502,12 +549,29 @@ class PagedKVCache(Sequences):
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
         return self._layer_caches.views[0][layer], self._layer_caches.views[1][layer], self._options[layer]
 
+    def _with_window(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Add the window of a layer, and refuse a larger one."""
+        kept = self.groups[self._rows.groups.group_of[layer]].window
+        window = options.setdefault("window", kept)
+        if kept is not None and (window is None or window > kept):
+            raise ValueError(
+                f"window must be at most {kept} in layer {layer}, whose tokens before that have been released, got "
+                f"{window}: leave it out, or give the cache larger windows"
+            )
+        return options
+
     def _start(
-        self, prompt: Prompt, reserve: int | None = None, last: list[int] | None = None, *, preempted: bool = False
+        self,
+        prompt: Prompt,
+        reserve: int | None = None,
+        chunk: int | None = None,
+        last: list[int] | None = None,
+        *,
+        preempted: bool = False,
     ) -> Added:
         """Start a sequence with a prompt, or, if `reserve` is given, with what is found of it; see `add_found`."""
         rows = self._rows
-        plan = rows.plan_copying(self._layer_caches.read, rows.plan_add, prompt, reserve, preempted=preempted)
+        plan = rows.plan_copying(self._layer_caches.read, rows.plan_add, prompt, reserve, chunk, preempted=preempted)
         added = Added(plan.seq, plan.num_cached)
         if last is not None:
             plan.writes.append((last, 0, plan.seq))

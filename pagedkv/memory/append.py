@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from ..commit import Write
 from .chains import Chains
-from .ids import NO_BLOCKS, Int32Array, Int64Array, joined, must_hold
+from .ids import NO_BLOCKS, UNUSED, Int32Array, Int64Array, joined, must_hold
 from .pool import BlockPool
 
-UNUSED = -1
 NO_COPIES = np.empty((0, 2), np.int64)
 
 
@@ -73,11 +72,11 @@ def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
 
 
 def require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
-    """Raise ValueError unless there is a token for each slot, or none are given."""
-    if tokens is not None and len(tokens) != len(slots):
+    """Raise ValueError unless there is a token for each slot of a group, or none are given."""
+    if tokens is not None and len(tokens) != slots.shape[-1]:
         raise ValueError(
-            f"tokens must have shape (num_new_tokens,) = ({len(slots)},), got {tokens.shape}: n says how many each "
-            f"sequence gets, one if it is not given"
+            f"tokens must have shape (num_new_tokens,) = ({slots.shape[-1]},), got {tokens.shape}: n says how many "
+            f"each sequence gets, one if it is not given"
         )
 
 
@@ -94,15 +93,17 @@ class LastStep(NamedTuple):
     uncommitted : bool or None
         True if `commit` has yet to store the last block of each sequence in `full` and nothing else, False if it has
         nothing to store, None if unknown.
-    rows, lens, slots : (num_seqs,) int64
-        The row of each sequence, its length, and the slot of its last token.
+    rows, lens : (num_seqs,) int64
+        The row of each sequence, and its length.
+    lines, slots : (num_lines,) int64
+        Its lines of the table, group by group, and the slot of its last token in each.
     longest : int
         The largest of `lens`.
-    full, full_rows, full_columns : (num_full,) int64
-        Indices of the sequences whose last block is full, their rows, and how many blocks each has.
+    full, full_lines, full_columns : (num_full,) int64
+        Indices of the lines whose last block is full, these lines, and how many columns each has.
     is_known : bool
         Whether all their tokens are known by their ids.
-    tables : (num_seqs, width) int32, or None
+    tables : (num_lines, width) int32, or None
         The block tables, as wide as the longest sequence needs. The next step writes its new blocks into them.
     """
 
@@ -110,10 +111,11 @@ class LastStep(NamedTuple):
     uncommitted: bool | None
     rows: Int64Array
     lens: Int64Array
+    lines: Int64Array
     slots: Int64Array
     longest: int
     full: Int64Array
-    full_rows: Int64Array
+    full_lines: Int64Array
     full_columns: Int64Array
     is_known: bool
     tables: npt.NDArray[np.int32] | None
@@ -123,6 +125,7 @@ class LastStep(NamedTuple):
         cls,
         change: int,
         rows: Int64Array,
+        lines: Int64Array,
         lens: Int64Array,
         slots: Int64Array,
         longest: int,
@@ -135,25 +138,31 @@ class LastStep(NamedTuple):
         offsets = lens & block_size - 1 if block_size.bit_count() == 1 else lens % block_size
         full = (offsets == 0).nonzero()[0]
         uncommitted = bool(len(full)) if all_stored else None
-        at_end = full, rows.take(full), lens.take(full) // block_size
+        columns = lens.take(full) // block_size
+        if len(lines) > len(rows):
+            num_groups = len(lines) // len(rows)
+            full = (np.arange(num_groups)[:, None] * len(rows) + full).reshape(-1)
+            columns = np.tile(columns, num_groups)
+        at_end = full, lines.take(full), columns
         # The caller of append gets `slots` and may write to them.
-        return cls(change, uncommitted, rows, lens, slots.copy(), longest, *at_end, is_known, tables)
+        slots = slots.reshape(-1).copy()
+        return cls(change, uncommitted, rows, lens, lines, slots, longest, *at_end, is_known, tables)
 
     def next(self, pool: BlockPool, blocks: Int32Array, block_size: int) -> tuple[Int64Array, Int32Array, list[Write]]:
         """Append one more token to each sequence: the slots, the new block tables, and what to store."""
         slots, tables, width = self.slots + 1, self.tables, self.longest // block_size + 1
         writes: list[Write] = []
         if tables is None:
-            tables = blocks[self.rows, :width]
+            tables = blocks[self.lines, :width]
         elif tables.shape[1] < width:
-            narrow, tables = tables, np.full((len(self.rows), width), UNUSED, np.int32)
+            narrow, tables = tables, np.full((len(self.lines), width), UNUSED, np.int32)
             tables[:, :-1] = narrow
         if len(self.full):
             new_blocks, writes = pool._plan(len(self.full))
             slots[self.full] = new_blocks * block_size
             columns, ids = self.full_columns, new_blocks.astype(np.int32)
             writes += [
-                (blocks.reshape(-1), self.full_rows * blocks.shape[1] + columns, ids),
+                (blocks.reshape(-1), self.full_lines * blocks.shape[1] + columns, ids),
                 (tables.reshape(-1), self.full * width + columns, ids),
             ]
         return slots, tables, writes
@@ -162,18 +171,21 @@ class LastStep(NamedTuple):
         self, pool: BlockPool, lens: Int64Array, blocks: Int32Array, block_size: int, chains: Chains | None
     ) -> None:
         """Raise AssertionError unless the record agrees with the table."""
-        rows, last = self.rows, self.lens - 1
+        rows, lines = self.rows, self.lines
         must_hold(np.array_equal(self.lens, lens[rows]), "the last step has left other lengths")
-        written = blocks[rows, last // block_size].astype(np.int64)
-        must_hold((pool._refs[written] == 1).all(), "the last step has left a block that is shared")
-        must_hold(
-            np.array_equal(self.slots, written * block_size + last % block_size), "the last step has left other slots"
-        )
+        of_lines = np.tile(self.lens, len(lines) // len(rows))
+        last = of_lines - 1
+        written = blocks[lines, last // block_size].astype(np.int64)
+        held = written != UNUSED  # with a window of one token, a full block is passed at once
+        must_hold((held | (of_lines % block_size == 0)).all(), "the last step has left a line without its last block")
+        must_hold((pool._refs[written[held]] == 1).all(), "the last step has left a block that is shared")
+        slots = written * block_size + last % block_size
+        must_hold(np.array_equal(self.slots[held], slots[held]), "the last step has left other slots")
         must_hold(self.longest == self.lens.max(), "the last step has left another longest sequence")
-        full = np.flatnonzero(self.lens % block_size == 0)
-        at_end = full, rows[full], self.lens[full] // block_size
+        full = np.flatnonzero(of_lines % block_size == 0)
+        at_end = full, lines[full], of_lines[full] // block_size
         must_hold(
-            all(map(np.array_equal, (self.full, self.full_rows, self.full_columns), at_end)),
+            all(map(np.array_equal, (self.full, self.full_lines, self.full_columns), at_end)),
             "the last step has left other full blocks",
         )
         if chains is not None:
@@ -186,5 +198,5 @@ class LastStep(NamedTuple):
                 "the last step has left out a full block",
             )
         if self.tables is not None:
-            tables = blocks[rows, : -(-self.longest // block_size)]
+            tables = blocks[lines, : -(-self.longest // block_size)]
             must_hold(np.array_equal(self.tables, tables), "the last step has left other block tables")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..commit import Write
-from .ids import NO_BLOCKS, Int32Array, Int64Array, must_hold, spans
+from .groups import LayerGroups
+from .ids import UNUSED, Int32Array, Int64Array, must_hold, spans
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
 from .prefix.digests import DIGEST
+from .prefix.hit import NO_HIT, Hit
 from .prefix.index import NO_BLOCK
 from .prefix.prompt import Prompt
 
@@ -27,48 +29,62 @@ class Chains:
     pool : BlockPool
     max_seqs : int
         Rows of the table.
+    groups : LayerGroups
     """
 
-    def __init__(self, cache: PrefixCache, pool: BlockPool, max_seqs: int) -> None:
-        self.cache, self._pool = cache, pool
+    def __init__(self, cache: PrefixCache, pool: BlockPool, max_seqs: int, groups: LayerGroups) -> None:
+        self.cache, self._pool, self._groups = cache, pool, groups
+        self._num_groups, self._first_line = len(groups.groups), groups.leader * max_seqs
+        self._group_starts = (np.arange(self._num_groups)[:, None] - groups.leader) * max_seqs
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
         self._roots, self._salts = np.zeros(max_seqs, DIGEST), np.full(max_seqs, None)
 
-    def share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
-        """Look up a prompt: how many tokens are found, the blocks to share, and the block to copy in part, if any."""
+    def share(self, prompt: Prompt) -> Hit:
+        """The longest beginning of a prompt, but for its last token, whose K and V can be used as they are."""
         if prompt.tokens is None:
-            return 0, NO_BLOCKS, NO_BLOCKS
+            return NO_HIT
         found, size = self.cache.find(prompt.tokens, prompt.root), self.cache.block_size
         if not len(found):
-            return 0, NO_BLOCKS, NO_BLOCKS
-        num_found = len(found) * size
+            return NO_HIT
+        columns, num_columns, num_found = self.cache.columns(found), len(found), len(found) * size
         if num_found < prompt.num_tokens:
             block, num_more = self.cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
         else:  # the last token is computed again, into a copy of its block, which others may find meanwhile
-            found, block, num_more = found[:-1], int(found[-1]), size - 1
-            num_found -= size
-        # The pool evicts no block in use, and none at all while it has blank ones.
-        num_new = -(-prompt.num_tokens // size) - len(found)
-        stays = num_new <= self._pool._num_blank or self._pool._refs[block]
-        if _WORTH_A_COPY * num_more < size or not stays:
-            return num_found, found, NO_BLOCKS
-        return num_found + num_more, found, np.array([block])
+            block, num_more, num_columns = int(found[-1]), size - 1, num_columns - 1
+        columns = columns[:, :num_columns]
+        if _WORTH_A_COPY * num_more >= size:
+            copied = self.cache.columns(np.array([block]))[:, 0]
+            # The pool evicts no block in use, and none at all while it has blank ones.
+            num_new = self._num_groups * (-(-prompt.num_tokens // size) - num_columns)
+            stays = num_new <= self._pool._num_blank or np.count_nonzero(self._pool._refs[copied]) == len(copied)
+            if stays and not np.count_nonzero(copied == NO_BLOCK):
+                hit = Hit.of(self._groups, columns, num_columns * size + num_more, copied)
+                if hit is not None:
+                    return hit
+        return Hit.longest(self._groups, columns)
 
-    def plan_start(self, row: int, num_known: int, num_found: int, prompt: Prompt) -> list[Write]:
+    def full_blocks(self, prompt: Prompt) -> Hit:
+        """The longest beginning of a prompt in full blocks that is found."""
+        assert prompt.tokens is not None
+        return Hit.longest(self._groups, self.cache.columns(self.cache.find(prompt.tokens, prompt.root)))
+
+    def plan_start(self, row: int, num_known: int, hit: Hit, prompt: Prompt) -> list[Write]:
         """Start a sequence in a row."""
         index = np.array([row])
         return [
             (self.num_known, row, num_known),
-            (self.num_found, row, num_found),
+            (self.num_found, row, hit.num_columns),
             (self._roots, index, np.frombuffer(prompt.root, DIGEST)),
             (self._salts, index, np.array([prompt.salt], object)),
+            *self.cache.plan_found(hit.blocks),
         ]
 
     def plan_tokens(
         self, rows: Int64Array, num_known: Int64Array, slots: Int64Array, tokens: Int32Array
     ) -> list[Write]:
-        """Put tokens into slots, and set how many tokens of each row are known."""
+        """Put tokens into slots, (num_groups, n) with several groups, and set how many tokens of rows are known."""
+        slots = slots if self._num_groups == 1 else slots[self._groups.leader]
         return [(self.cache.tokens, slots, tokens), (self.num_known, rows, num_known)]
 
     def plan_shorten(self, rows: Int64Array, lens: Int64Array) -> list[Write]:
@@ -87,10 +103,15 @@ class Chains:
         rows = np.arange(len(self.num_known))
         return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
 
-    def uncommitted(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def uncommitted(self, rows: Int64Array, blocks: Int32Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The rows with full blocks that `commit` has yet to store, and from which column to which, exclusive."""
         first, full = self.num_found[rows], self.num_known[rows] // self.cache.block_size
-        uncommitted = (full > first).nonzero()[0]
+        more = full > first
+        if (
+            not self._groups.leader_is_full
+        ):  # behind blocks that a window has passed before they were stored, none is found
+            more &= blocks[rows + self._first_line, np.maximum(first - 1, 0)] != UNUSED
+        uncommitted = more.nonzero()[0]
         return rows[uncommitted], first[uncommitted], full[uncommitted]
 
     def plan_store(
@@ -102,7 +123,7 @@ class Chains:
 
         Parameters
         ----------
-        blocks : (max_seqs, num_columns) int32
+        blocks : (num_groups * max_seqs, num_columns) int32
             The table.
         rows, first, full : (num_rows,) int64
             There is at least one row, and at least one column of each.
@@ -115,23 +136,29 @@ class Chains:
         """
         table, cache = blocks.reshape(-1), self.cache
         counts = full - first if np.count_nonzero(full - first > 1) else None
-        entries = rows * blocks.shape[1] + first
+        entries = (rows + self._first_line) * blocks.shape[1] + first
         above, roots, salts = table[entries - 1].astype(np.int64), None, None
         if not first[first.argmin()]:
             above[first == 0], roots, salts = NO_BLOCK, self._roots[rows], self._salts[rows]
         if counts is not None:
             entries = spans(entries, counts)
         uncommitted = table[entries].astype(np.int64)
-        stored = cache.to_store(uncommitted, counts, above, roots, salts, self._pool._refs)
-        if len(stored.blocks) == len(uncommitted):
+        entries_of_groups, own = entries, None
+        if self._num_groups > 1:
+            entries_of_groups = (self._group_starts * blocks.shape[1] + entries).reshape(-1)
+            own = table[entries_of_groups].astype(np.int64).reshape(self._num_groups, -1)
+        stored = cache.to_store(uncommitted, counts, above, roots, salts, self._pool._refs, own)
+        keeps = stored.kept if stored.held is None else stored.held.blocks.reshape(-1)
+        theirs = uncommitted if own is None else own.reshape(-1)
+        other = (keeps != theirs) & (keeps != NO_BLOCK) & (theirs != UNUSED)
+        if len(stored.blocks) == len(uncommitted) and not np.count_nonzero(other):
             return True, [*self._pool._plan(stored=stored)[1], (self.num_found, rows, full)]
-        other = (stored.kept != uncommitted) & (stored.kept != NO_BLOCK)
         owners = np.arange(len(rows)).repeat(full - first)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * cache.block_size, self.num_known[rows])
         return False, [
-            *self._pool._plan(dropped=uncommitted[other], gained=stored.kept[other], stored=stored)[1],
-            (table, entries[other], stored.kept[other].astype(np.int32)),
+            *self._pool._plan(dropped=theirs[other], gained=keeps[other], stored=stored)[1],
+            (table, entries_of_groups[other], keeps[other].astype(np.int32)),
             (self.num_known, rows, known),
             (self.num_found, rows, found),
         ]
@@ -142,6 +169,9 @@ class Chains:
         must_hold(
             (self.num_found * self.cache.block_size <= self.num_known).all(), "a block is found by unknown tokens"
         )
+        leading = blocks[self._first_line : self._first_line + len(lens)]
         for row in self.num_found.nonzero()[0]:
-            found = blocks[row, : self.num_found[row]].astype(np.int64)
-            must_hold(self.cache.follows(found, self._roots[row].tobytes()), "a block that can be found is not")
+            found = leading[row, : self.num_found[row]].astype(np.int64)
+            passed = found == UNUSED
+            root = None if passed.any() else self._roots[row].tobytes()
+            must_hold(self.cache.follows(found[~passed], root), "a block that can be found is not")

@@ -129,15 +129,27 @@ class LayerGroups:
         where = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         places = [where[same_as.get(layer, layer)] for layer in range(num_layers)]
         behind = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
+        leader = int(behind.argmax())
+        behind[leader] = max(behind[leader], 1)  # a commit looks at the block before those that it stores
         return cls(
             groups,
             group_of=tuple(g for g, _ in places),
             place_of=tuple(i for _, i in places),
             group_size=size,
-            leader=int(behind.argmax()),
+            leader=leader,
             block_size=block_size,
             _behind=behind,
         )
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group has one."""
+        return any(group.window is not None for group in self.groups)
+
+    @property
+    def leader_is_full(self) -> bool:
+        """Whether there is a group without a window."""
+        return self.groups[self.leader].window is None
 
     @property
     def num_padding(self) -> int:
@@ -161,8 +173,16 @@ class LayerGroups:
         -------
         (G, ...) array of int64
         """
-        boundary = np.asarray(num_computed) // self.block_size * self.block_size
-        return np.maximum(np.subtract.outer(-self._behind - keep, -boundary), 0) // self.block_size
+        return self.seen_columns(np.asarray(num_computed) // self.block_size * self.block_size - keep)
+
+    def seen_columns(self, num_tokens: Any) -> Counts:
+        """The first column that the query behind num_tokens tokens sees, for each group: (G, ...) int64."""
+        return np.maximum(np.subtract.outer(-self._behind, np.negative(num_tokens)), 0) // self.block_size
+
+    def shortest(self, first: Counts) -> Counts:
+        """The least length but 0 at which no query sees a column before `first`, (G, ...) int64, of its group; (...)"""
+        behind = self._behind.reshape(-1, *(1 for _ in first.shape[1:]))
+        return np.asarray(np.where(first > 0, first * self.block_size + behind, 0).max(axis=0))
 
     def peaks(self, num_tokens: Any, chunk: int = 1, keep: int = 0) -> Counts:
         """As `peak`, for each group: (G, ...) int64."""
@@ -188,8 +208,8 @@ class LayerGroups:
         -------
         int, or array of int64 like `num_tokens`
         """
-        if len(self.groups) == 1 and self.groups[0].window is None:
-            return -(-num_tokens // self.block_size)
+        if not self.has_windows:
+            return len(self.groups) * -(-num_tokens // self.block_size)
         total: Any = self.peaks(num_tokens, chunk, keep).sum(axis=0)
         return total if total.ndim else int(total)
 

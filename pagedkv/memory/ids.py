@@ -10,6 +10,7 @@ from ..arrays import Array
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 NO_BLOCKS = np.empty(0, np.int64)
+UNUSED = -1  # an entry of a table that is no block
 
 
 def joined(first: Int64Array, second: Int64Array) -> Int64Array:

@@ -205,6 +205,7 @@ class BlockPool(Guarded):
         gained: Array = NO_BLOCKS,
         forgotten: Array = NO_BLOCKS,
         stored: Stored | None = None,
+        passed: bool = False,
         times: int = 1,
         num_seqs: int = 0,
     ) -> tuple[Int64Array, list[Write]]:
@@ -220,6 +221,8 @@ class BlockPool(Guarded):
             Blocks that can no longer be found, each named once.
         stored : Stored or None
             Blocks that can be found from now on; those that make room for them are forgotten, too.
+        passed : bool
+            Whether a window has passed the blocks of `dropped`, so that they are evicted first.
         times : int
             References that a block of `gained` gets.
         num_seqs : int
@@ -261,7 +264,7 @@ class BlockPool(Guarded):
                 used_again = joined(leaving, blank)
                 num_evicted = max(0, num_new - num_blank - len(blank))
                 if type(cache.eviction) is LRU:
-                    evicted, left = cache.eviction.plan_leave(used_again, num_evicted)
+                    evicted, left = cache.plan_leave(used_again, num_evicted)
                 else:  # it may write to its argument, and its writes may change what it returns
                     chosen, left = cache.eviction.plan_leave(used_again.copy(), num_evicted)
                     evicted = np.array(chosen, np.int64)
@@ -281,7 +284,7 @@ class BlockPool(Guarded):
                 if len(forgotten):
                     kept &= ~self._tally.among(freed, forgotten)
                 if np.count_nonzero(kept):
-                    writes += cache.eviction.plan_enter(cache.tails_first(freed[kept]))
+                    writes += cache.plan_enter(freed[kept], passed)
                     num_cached += int(np.count_nonzero(kept))
                 freed = freed[~kept]
             if len(blank):

@@ -8,14 +8,17 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from ..commit import Write
-from .append import NO_COPIES, UNUSED, LastStep, pairs, plan_writable, require_one_each
+from .append import NO_COPIES, LastStep, pairs, plan_writable, require_one_each
 from .arguments import per_seq
 from .chains import Chains
+from .groups import LayerGroups
 from .handles import Handles
-from .ids import NO_BLOCKS, Int32Array, Int64Array, joined, must_hold, owned_spans, spans
+from .ids import NO_BLOCKS, UNUSED, Int32Array, Int64Array, joined, must_hold, owned_spans, spans
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
+from .prefix.hit import NO_HIT, Hit
 from .prefix.prompt import Prompt
+from .windows import Windows
 
 P = ParamSpec("P")
 _EMPTY_ENTRY = np.array([UNUSED], np.int32)
@@ -34,7 +37,7 @@ class StartPlan(NamedTuple):
 
 
 class AppendPlan(NamedTuple):
-    """How sequences grow: the slots of the new tokens, the copies to make, and what to store."""
+    """How sequences grow: the slots of the new tokens in each group, the copies to make, and what to store."""
 
     slots: Int64Array
     copies: Int64Array
@@ -45,7 +48,9 @@ Plan = TypeVar("Plan", StartPlan, AppendPlan)
 
 
 class SequenceRows:
-    """The block table and the length of each sequence, one row each; `chains` has what is known of their tokens.
+    """The block tables and the length of each sequence, one row each; `chains` has what is known of their tokens.
+
+    The table has a line for each row and group of layers: line g * max_seqs + row. With one group lines are rows.
 
     Methods called `plan_...` change nothing: they return what to store. Each public call stores one such plan.
 
@@ -55,20 +60,43 @@ class SequenceRows:
     block_size, max_seqs, max_blocks : int
     prefix_cache : PrefixCache or None
         Without one there are no chains.
+    groups : LayerGroups
+    keep : int
+        Tokens behind the windows that stay.
+
+    Attributes
+    ----------
+    blocks : (num_groups * max_seqs, num_columns) int32
+        The table; UNUSED where a line holds no block.
+    lens : (max_seqs,) int64
+    windows : Windows or None
+        None if no layer has a window.
     """
 
     def __init__(
-        self, pool: BlockPool, block_size: int, max_seqs: int, max_blocks: int, prefix_cache: PrefixCache | None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        max_seqs: int,
+        max_blocks: int,
+        prefix_cache: PrefixCache | None,
+        groups: LayerGroups,
+        keep: int,
     ) -> None:
         self.pool, self.block_size, self.max_blocks = pool, block_size, max_blocks
-        num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // max_seqs))
-        self.blocks = np.full((max_seqs, min(max_blocks, num_columns)), UNUSED, np.int32)
+        self.num_groups = len(groups.groups)
+        num_lines = self.num_groups * max_seqs
+        num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // num_lines))
+        self.blocks = np.full((num_lines, min(max_blocks, num_columns)), UNUSED, np.int32)
         self.lens = np.zeros(max_seqs, np.int64)
         self.handles = Handles(max_seqs)
+        self.windows = Windows(groups, max_seqs, keep) if groups.has_windows else None
+        self.groups, self.keep = groups, keep
+        self._first_lines = np.arange(self.num_groups)[:, None] * max_seqs
         self.chains: Chains | None = None
         if prefix_cache is not None:  # otherwise another cache over the same pool may have set one
             pool._prefix_cache = prefix_cache
-            self.chains = Chains(prefix_cache, pool, max_seqs)
+            self.chains = Chains(prefix_cache, pool, max_seqs, groups)
         self._last_step: list[LastStep | None] = [None]
 
     @property
@@ -82,12 +110,32 @@ class SequenceRows:
         return self.blocks.reshape(-1)
 
     def num_blocks(self, length: Any) -> Any:
-        """Blocks that a sequence of some length needs, or each of several."""
+        """Columns that a sequence of some length needs, or each of several: blocks of each group, if none is passed."""
         return (length + (self.block_size - 1)) // self.block_size
 
-    def held(self) -> tuple[Int64Array, Int64Array]:
-        """The row and the column of each entry that is a block."""
-        return owned_spans(np.zeros_like(self.lens), self.num_blocks(self.lens))
+    def lines_of(self, rows: Int64Array) -> Int64Array:
+        """The lines of rows, group by group, (num_groups * num_rows,)."""
+        return rows if self.num_groups == 1 else np.asarray((self._first_lines + rows).reshape(-1))
+
+    def of_lines(self, of_rows: Int64Array) -> Int64Array:
+        """For each of their lines what rows have."""
+        return of_rows if self.num_groups == 1 else np.tile(of_rows, self.num_groups)
+
+    def by_group(self, of_lines: Any) -> Any:
+        """An array of lines with an axis for the groups in front, if there are several."""
+        return of_lines if self.num_groups == 1 else of_lines.reshape(self.num_groups, -1, *of_lines.shape[1:])
+
+    def first(self, lines: Int64Array) -> Int64Array:
+        """The first column that each line holds."""
+        return np.zeros_like(lines) if self.windows is None else self.windows.first[lines]
+
+    def held(self, rows: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        """The line and the column of each entry that is a block, of some rows or of all."""
+        rows = np.arange(len(self.lens)) if rows is None else rows
+        lines = self.lines_of(rows)
+        first = self.first(lines)
+        owners, columns = owned_spans(first, self.of_lines(self.num_blocks(self.lens[rows])) - first)
+        return lines[owners], columns
 
     def tables_of(self, rows: Int64Array) -> tuple[Int32Array, int, Int32Array]:
         """The block tables of rows, as wide as the longest sequence needs, its length, and all lengths."""
@@ -95,8 +143,8 @@ class SequenceRows:
         if last_step is None or last_step.tables is None:
             lens = self.lens[rows].astype(np.int32)
             longest = int(lens.max(initial=0))
-            return self.blocks[rows, : self.num_blocks(longest or 1)], longest, lens
-        return last_step.tables.copy(), last_step.longest, last_step.lens.astype(np.int32)
+            return self.by_group(self.blocks[self.lines_of(rows), : self.num_blocks(longest or 1)]), longest, lens
+        return self.by_group(last_step.tables.copy()), last_step.longest, last_step.lens.astype(np.int32)
 
     def last_step_of(self, rows: Int64Array) -> LastStep | None:
         """The record of the last step, if it was one of exactly these rows and nothing has changed since."""
@@ -106,44 +154,56 @@ class SequenceRows:
             return None
         return last_step
 
-    def share(self, prompt: Prompt) -> tuple[int, Int64Array, Int64Array]:
+    def share(self, prompt: Prompt) -> Hit:
         """As `Chains.share`; without a prefix cache nothing is found."""
-        return (0, NO_BLOCKS, NO_BLOCKS) if self.chains is None else self.chains.share(prompt)
+        return NO_HIT if self.chains is None else self.chains.share(prompt)
 
     def can_add(self, prompt: Prompt, reserve: int) -> bool:
         """Whether a sequence fits and leaves `reserve` blocks free."""
-        needed = self.num_taken(prompt.num_tokens, self.share(prompt)[1]) + reserve
+        needed = self.num_taken(prompt.num_tokens, self.share(prompt)) + reserve
         return prompt.num_tokens <= self.max_len and needed <= self.pool.num_free and self.handles.num_free > 0
 
-    def num_taken(self, num_tokens: int, shared: Int64Array) -> int:
-        """Free blocks that a sequence takes: new ones, and shared ones without references, which count as free."""
-        return int(self.num_blocks(num_tokens)) - len(shared) + int(np.count_nonzero(self.pool._refs[shared] == 0))
+    def num_taken(self, num_tokens: int, hit: Hit, chunk: int | None = None) -> int:
+        """Free blocks that a sequence takes at the most: new ones, and found ones without references.
 
-    def plan_add(self, prompt: Prompt, reserve: int | None = None, *, preempted: bool = False) -> StartPlan:
+        With `chunk` at most so many tokens are appended at a time, and blocks come back in between.
+        """
+        num_new = int(self.num_blocks(num_tokens)) - hit.num_columns
+        if chunk is None or self.windows is None:
+            num_taken = self.num_groups * num_new
+        else:
+            num_taken = int(np.minimum(num_new, self.groups.peaks(num_tokens, chunk, self.keep)).sum())
+        return num_taken + int(np.count_nonzero(self.pool._refs[hit.blocks] == 0))
+
+    def plan_add(
+        self, prompt: Prompt, reserve: int | None = None, chunk: int | None = None, *, preempted: bool = False
+    ) -> StartPlan:
         """Start a sequence.
 
-        With `reserve` it starts with the found tokens alone, if all would fit with that many blocks to spare. A
-        `preempted` request mostly finds its own tokens, so they are counted separately.
+        With `reserve` it starts with the found tokens alone, if there is room for all, appended in chunks, and that
+        many blocks to spare. A `preempted` request mostly finds its own tokens, so they are counted separately.
         """
         num_tokens = prompt.num_tokens
         if num_tokens > self.max_len:
             raise ValueError(f"num_tokens must be at most max_blocks * block_size = {self.max_len}, got {num_tokens}")
-        [row], [seq], writes = self.handles.plan_issue(1)
-        num_cached, shared, copied = self.share(prompt)
+        rows, [seq], writes = self.handles.plan_issue(1)
+        hit = self.share(prompt)
         if reserve is not None:
-            self.pool._require(self.num_taken(num_tokens, shared) + reserve, self.pool.num_free)
-            num_tokens = num_cached
-        new_blocks, allocation = self.pool._plan(self.num_blocks(num_tokens) - len(shared), gained=shared, num_seqs=1)
-        writes += [*allocation, *self.plan_row(int(row), num_tokens, joined(shared, new_blocks))]
+            self.pool._require(self.num_taken(num_tokens, hit, chunk) + reserve, self.pool.num_free)
+            num_tokens = hit.num_tokens
+        num_new = int(self.num_blocks(num_tokens)) - hit.num_columns
+        new_blocks, allocation = self.pool._plan(self.num_groups * num_new, gained=hit.blocks, num_seqs=1)
+        by_group = new_blocks.reshape(self.num_groups, num_new)
+        writes += [*allocation, *self.plan_row(rows, num_tokens, hit, by_group)]
         if self.chains is not None:
             tokens = prompt.tokens
             if tokens is not None:
-                cache = self.chains.cache
-                writes += cache.plan_tokens(new_blocks, tokens[len(shared) * self.block_size : num_tokens])
-                writes += cache.plan_count(prompt.num_tokens, num_cached, preempted=preempted)
+                cache, found = self.chains.cache, hit.num_columns * self.block_size
+                writes += cache.plan_tokens(by_group[self.groups.leader], tokens[found:num_tokens])
+                writes += cache.plan_count(prompt.num_tokens, hit.num_tokens, preempted=preempted)
             num_known = 0 if tokens is None else num_tokens
-            writes += self.chains.plan_start(int(row), num_known, len(shared), prompt)
-        return StartPlan(seq, num_cached, pairs(copied, new_blocks[: len(copied)]), writes)
+            writes += self.chains.plan_start(int(rows[0]), num_known, hit, prompt)
+        return StartPlan(seq, hit.num_tokens, pairs(hit.copied, by_group[: len(hit.copied), :1].reshape(-1)), writes)
 
     def plan_copying(
         self, read: Callable[[Int64Array], object], plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
@@ -166,26 +226,32 @@ class SequenceRows:
 
     def plan_pin(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
         """Plan a sequence of the blocks that a prompt finds, and no others: its handle, its length and the writes."""
-        [row], [seq], writes = self.handles.plan_issue(1)
+        rows, [seq], writes = self.handles.plan_issue(1)
         if self.chains is None or prompt.tokens is None:
             raise ValueError("a pin keeps what can be found, and a cache with prefix_cache=False finds nothing")
-        blocks = self.chains.cache.find(prompt.tokens, prompt.root)
-        if not len(blocks):
+        hit = self.chains.full_blocks(prompt)
+        if not hit.num_columns:
             raise ValueError(
                 f"tokens must begin with a full block of {self.block_size} that can be found: commit a sequence with "
                 f"them first, got {len(prompt.tokens)} tokens"
             )
-        length = len(blocks) * self.block_size
-        writes += self.pool._plan(gained=blocks, num_seqs=1)[1]
-        writes += self.plan_row(int(row), length, blocks)
-        return seq, length, [*writes, *self.chains.plan_start(int(row), length, len(blocks), prompt)]
+        writes += self.pool._plan(gained=hit.blocks, num_seqs=1)[1]
+        writes += self.plan_row(rows, hit.num_tokens, hit, NO_BLOCKS.reshape(self.num_groups, 0))
+        writes += self.chains.plan_start(int(rows[0]), hit.num_tokens, hit, prompt)
+        return seq, hit.num_tokens, writes
 
-    def plan_row(self, row: int, length: int, blocks: Int64Array) -> list[Write]:
-        """Give a free row its length and its blocks."""
-        table, grown = self.with_columns(len(blocks))
-        first = row * table.shape[1]
-        entries = np.arange(first, first + len(blocks))
-        return [*grown, (self.lens, row, length), (table.reshape(-1), entries, blocks.astype(np.int32))]
+    def plan_row(self, rows: Int64Array, length: int, hit: Hit, new_blocks: Int64Array) -> list[Write]:
+        """Give a free row its length, the blocks that are found, and new ones, (num_groups, n), behind them."""
+        num_columns = hit.num_columns + new_blocks.shape[1]
+        table, grown = self.with_columns(num_columns)
+        lines = self.lines_of(rows)
+        blocks = new_blocks if not hit.num_columns else np.concatenate([hit.columns, new_blocks], axis=1)
+        blocks = blocks.astype(np.int32).reshape(-1)
+        entries = spans(lines * table.shape[1], np.full(len(lines), num_columns))
+        writes = [*grown, (self.lens, rows, np.array([length])), (table.reshape(-1), entries, blocks)]
+        if self.windows is not None and hit.num_columns:
+            writes += self.windows.plan(lines, hit.first)
+        return writes
 
     def with_columns(self, num_columns: int) -> tuple[Int32Array, list[Write]]:
         """A table with at least num_columns columns, and what to store if it is a wider one."""
@@ -218,22 +284,22 @@ class SequenceRows:
             )
         num_columns = self.num_blocks(longest)
         if num_columns > self.blocks.shape[1]:  # do not widen the table if the pool lacks blocks
-            num_added = int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
+            num_added = self.num_groups * int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
             self.pool._require(num_added, self.pool.num_free)
         table, grown = self.with_columns(num_columns)
-        first = lens // size
+        lines, positions, first = self.lines_of(rows), self.of_lines(lens), self.of_lines(lens // size)
         if is_step:
-            # As the general case below, with one token, and so one block to write, for each sequence.
-            entries, positions, entry_of_token = rows * table.shape[1] + first, lens, _IN_ORDER
+            # As the general case below, with one token, and so one block to write, for each line.
+            entries, entry_of_token = lines * table.shape[1] + first, _IN_ORDER
         else:
-            num_written = np.where(num_new > 0, self.num_blocks(ends) - first, 0)
-            entries = spans(rows * table.shape[1] + first, num_written)
-            owners, positions = owned_spans(lens, num_new)
+            num_written = self.of_lines(np.where(num_new > 0, self.num_blocks(ends) - lens // size, 0))
+            entries = spans(lines * table.shape[1] + first, num_written)
+            owners, positions = owned_spans(positions, self.of_lines(num_new))
             first_entry = np.cumsum(num_written) - num_written
             entry_of_token = (first_entry - first)[owners] + positions // size
 
         blocks, copies, writes = plan_writable(self.pool, table.reshape(-1), entries)
-        slots = blocks[entry_of_token] * size + positions % size
+        slots = self.by_group(blocks[entry_of_token] * size + positions % size)
         writes = [*grown, *writes, (self.lens, rows, ends)]
         require_one_each(tokens, slots)
         all_known = False
@@ -247,22 +313,22 @@ class SequenceRows:
                 writes += self.chains.plan_tokens(rows, known + are_known * num_new, slots, tokens)
         if is_step and len(rows):
             change = self.pool._num_changes[0] + 1
-            after = LastStep.after(change, rows, ends, slots, longest, size, False, all_known)
+            after = LastStep.after(change, rows, lines, ends, slots, longest, size, False, all_known)
             writes.append((self._last_step, 0, after))
         return AppendPlan(slots, copies, writes)
 
     def plan_next(self, last_step: LastStep, tokens: Int32Array | None) -> AppendPlan:
         """`plan_append` of one token each to the sequences of the last step: most of them go on in their block."""
         slots, tables, writes = last_step.next(self.pool, self.blocks, self.block_size)
+        slots = self.by_group(slots)
         require_one_each(tokens, slots)
         rows, ends, is_known = last_step.rows, last_step.lens + 1, tokens is not None
         writes.append((self.lens, rows, ends))
         if tokens is not None and self.chains is not None:
             writes += self.chains.plan_tokens(rows, ends, slots, tokens)
         change, all_stored = self.pool._num_changes[0] + 1, last_step.uncommitted is False and is_known
-        after = LastStep.after(
-            change, rows, ends, slots, last_step.longest + 1, self.block_size, all_stored, is_known, tables
-        )
+        longest, lines, size = last_step.longest + 1, last_step.lines, self.block_size
+        after = LastStep.after(change, rows, lines, ends, slots, longest, size, all_stored, is_known, tables)
         writes.append((self._last_step, 0, after))
         return AppendPlan(slots, NO_COPIES, writes)
 
@@ -274,9 +340,11 @@ class SequenceRows:
         if last_step is not None:
             seen = [(self._last_step, 0, LastStep(self.pool._num_changes[0] + 1, False, *last_step[2:]))]
         if last_step is None or last_step.uncommitted is None:
-            rows, first, full = self.chains.uncommitted(rows)
+            rows, first, full = self.chains.uncommitted(rows, self.blocks)
         elif last_step.uncommitted:
-            rows, first, full = last_step.full_rows, last_step.full_columns - 1, last_step.full_columns
+            num_full = len(last_step.full) // self.num_groups  # lines of the first group are rows
+            rows, full = last_step.full_lines[:num_full], last_step.full_columns[:num_full]
+            first = full - 1
         else:
             return []
         if not len(rows):
@@ -284,48 +352,79 @@ class SequenceRows:
         keep_theirs, writes = self.chains.plan_store(self.blocks, rows, first, full)
         return [*writes, *seen] if keep_theirs else writes
 
+    def plan_pass(self, rows: Int64Array) -> list[Write]:
+        """Release the blocks that no query of rows sees any more, once the queries of all their tokens are computed.
+
+        A plan of its own, which can do no harm if the call that comes behind it fails: the pool hands out no block that
+        the same plan drops.
+        """
+        if self.windows is None:
+            return []
+        last_step = self.last_step_of(rows)
+        if last_step is None:
+            at, lines, done = _IN_ORDER, self.lines_of(rows), self.lens[rows]
+        else:  # a sequence passes blocks only at the end of one
+            at, lines = last_step.full, last_step.full_lines
+            done = last_step.full_columns[: len(at) // self.num_groups] * self.block_size
+        before, after = self.windows.first[lines], self.windows.after(lines, done)
+        counts = after - before
+        if not np.count_nonzero(counts):
+            return []
+        entries = spans(lines * self.blocks.shape[1] + before, counts)
+        empty = _EMPTY_ENTRY.repeat(len(entries))
+        writes = self.pool._plan(dropped=self.entries.take(entries).astype(np.int64), passed=True)[1]
+        writes += [(self.entries, entries, empty), *self.windows.plan(lines, after)]
+        if last_step is not None:
+            if (tables := last_step.tables) is not None:
+                writes.append((tables.reshape(-1), spans(at * tables.shape[1] + before, counts), empty))
+            writes.append((self._last_step, 0, last_step._replace(change=last_step.change + 1)))
+        return writes
+
     def plan_fork(self, rows: Int64Array, parents: Int64Array, n: int) -> list[Write]:
         """Make n free rows like each parent in turn."""
         num_seqs = len(parents) if self.handles.differ(parents) else 0
-        width, counts = self.blocks.shape[1], self.num_blocks(self.lens[parents])
-        blocks = self.entries.take(spans(parents * width, counts))
-        writes = self.pool._plan(gained=blocks.astype(np.int64), times=n, num_seqs=num_seqs)[1]
-        if n != 1:
-            parents, counts = parents.repeat(n), counts.repeat(n)
-            blocks = self.entries.take(spans(parents * width, counts))
-        entries = spans(rows * width, counts)
-        return [*writes, (self.entries, entries, blocks), *self._plan_lens_of(rows, parents)]
+        lines, columns = self.held(parents)
+        blocks = self.entries.take(lines * self.blocks.shape[1] + columns).astype(np.int64)
+        writes = self.pool._plan(gained=blocks, times=n, num_seqs=num_seqs)[1]
+        return [*writes, *self._plan_lines_of(rows, parents.repeat(n))]
 
     def plan_reorder(self, rows: Int64Array, sources: Int64Array) -> list[Write]:
         """Replace each row by a copy of its source."""
         rows, sources = rows[rows != sources], sources[rows != sources]
-        lens = self.lens[[rows, sources]]
-        width = int(self.num_blocks(lens.max(initial=0)))
-        before, after = self.blocks[rows, :width], self.blocks[sources, :width]
-        dropped, gained = (blocks[blocks != UNUSED].astype(np.int64) for blocks in (before, after))
-        entries = rows[:, None] * self.blocks.shape[1] + np.arange(width)
-        return [
-            *self.pool._plan(dropped=dropped, gained=gained)[1],
-            (self.entries, entries.reshape(-1), after.reshape(-1)),
-            *self._plan_lens_of(rows, sources),
-        ]
+        dropped, gained = (
+            self.entries.take(lines * self.blocks.shape[1] + columns).astype(np.int64)
+            for lines, columns in (self.held(rows), self.held(sources))
+        )
+        return [*self.pool._plan(dropped=dropped, gained=gained)[1], *self._plan_lines_of(rows, sources)]
 
-    def _plan_lens_of(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
-        """Give each row the length of its parent, and what is known of its tokens."""
-        known = [] if self.chains is None else self.chains.plan_copy(rows, parents)
-        return [(self.lens, rows, self.lens[parents]), *known]
+    def _plan_lines_of(self, rows: Int64Array, sources: Int64Array) -> list[Write]:
+        """Give each row the blocks and the length of its source, and what is known of its tokens."""
+        num_columns = int(self.num_blocks(self.lens[joined(rows, sources)].max(initial=0)))
+        lines, other_lines = self.lines_of(rows), self.lines_of(sources)
+        entries = spans(lines * self.blocks.shape[1], np.full(len(lines), num_columns))
+        writes: list[Write] = [
+            (self.entries, entries, self.blocks[other_lines, :num_columns].reshape(-1)),
+            (self.lens, rows, self.lens[sources]),
+        ]
+        if self.windows is not None:
+            writes += self.windows.plan(lines, self.windows.first[other_lines])
+        return writes if self.chains is None else [*writes, *self.chains.plan_copy(rows, sources)]
 
     def plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
         """Shorten each row to its first `lens` tokens, and release the blocks past them."""
-        num_kept = self.num_blocks(lens)
-        entries = spans(rows * self.blocks.shape[1] + num_kept, self.num_blocks(self.lens[rows]) - num_kept)
+        lines = self.lines_of(rows)
+        num_kept = self.of_lines(self.num_blocks(lens))
+        first = num_kept if self.windows is None else np.maximum(num_kept, self.windows.first[lines])
+        entries = spans(lines * self.blocks.shape[1] + first, self.of_lines(self.num_blocks(self.lens[rows])) - first)
         blocks = self.entries.take(entries).astype(np.int64)
-        return [
+        writes = [
             *self.pool._plan(dropped=blocks, forgotten=forgotten, num_seqs=len(rows))[1],
             (self.entries, entries, _EMPTY_ENTRY.repeat(len(entries))),
             (self.lens, rows, lens),
-            *([] if self.chains is None else self.chains.plan_shorten(rows, lens)),
         ]
+        if self.windows is not None:
+            writes += self.windows.plan(lines, np.where(num_kept > 0, self.windows.first[lines], 0))
+        return writes if self.chains is None else [*writes, *self.chains.plan_shorten(rows, lens)]
 
     def plan_free(self, seqs: Any, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
         """End sequences, and make the blocks `forgotten` unfindable."""
@@ -347,9 +446,12 @@ class SequenceRows:
         must_hold((lens >= 0).all() and (lens <= self.max_len).all(), "a length is out of range")
         must_hold(not lens[~self.handles.live].any(), "a row without a sequence has a length")
         must_hold(self.num_blocks(lens.max()) <= table.shape[1], "a sequence is longer than its row")
-        used = np.arange(table.shape[1]) < self.num_blocks(lens)[:, None]
+        columns, ends = np.arange(table.shape[1]), self.of_lines(self.num_blocks(lens))
+        must_hold((table[columns >= ends[:, None]] == UNUSED).all(), "an entry past the end of a sequence is not -1")
+        passed = columns < self.first(np.arange(len(table)))[:, None]
+        must_hold((table[passed] == UNUSED).all(), "an entry that a window has passed is not -1")
+        used = ~passed & (columns < ends[:, None])
         blocks = table[used]
-        must_hold((table[~used] == UNUSED).all(), "an entry past the end of a sequence is not -1")
         must_hold(((blocks >= 0) & (blocks < self.pool.num_blocks)).all(), "an entry is no block")
         ordered = np.sort(np.where(used, table, ~np.arange(table.shape[1])), axis=1)
         must_hold((ordered[:, 1:] != ordered[:, :-1]).all(), "a block occurs twice in one sequence")
@@ -358,5 +460,7 @@ class SequenceRows:
         last_step = self._last_step[0]
         if last_step is not None and last_step.change == self.pool._num_changes[0]:
             last_step.check(self.pool, lens, table, self.block_size, self.chains)
+        if self.windows is not None:
+            self.windows.check(lens)
         if self.chains is not None:
             self.chains.check(lens, table)

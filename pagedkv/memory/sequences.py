@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from .arguments import MAX_INT32, MAX_INT64, as_int, as_ints, per_seq
+from .groups import Group, LayerGroups
 from .guard import Guarded, consistent, exclusive
 from .handles import NO_HANDLE
-from .ids import Int32Array, Int64Array
+from .ids import UNUSED, Int32Array, Int64Array
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
 from .rows import SequenceRows
@@ -34,6 +35,10 @@ class Sequences(Guarded):
         As in `SequenceTable`.
     prefix_cache : PrefixCache or None
         Finds full blocks by their tokens.
+    groups : LayerGroups or None
+        Groups of layers, each with block tables of its own; None for one group without a window.
+    keep : int
+        Tokens behind the windows that stay.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Sequences(Guarded):
         max_blocks: int,
         *,
         prefix_cache: PrefixCache | None = None,
+        groups: LayerGroups | None = None,
+        keep: int = 0,
     ) -> None:
         if not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {type(pool).__name__}")
@@ -57,7 +64,13 @@ class Sequences(Guarded):
         self.max_seqs = max_seqs
         self.max_blocks = max_blocks
         self._guard = pool._guard
-        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache)
+        groups = LayerGroups.of(None, 1, block_size) if groups is None else groups
+        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache, groups, keep)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of layers, each with block tables of its own; one if all layers see the same tokens."""
+        return self._rows.groups.groups
 
     @property
     def num_seqs(self) -> int:
@@ -169,7 +182,8 @@ class Sequences(Guarded):
         Raises
         ------
         ValueError
-            A length that is negative or more than the sequence has, or a sequence named twice.
+            A length that is negative or more than the sequence has, or so short that a query would see what has been
+            released behind a window; or a sequence named twice.
         KeyError
             A sequence was freed, or never existed.
 
@@ -192,6 +206,14 @@ class Sequences(Guarded):
                 f"length must be at most the {lens[i]} tokens of sequence {self._rows.handles.of(rows)[i]}, got "
                 f"{length[i]}"
             )
+        if self._rows.windows is not None:
+            shortest = self._rows.windows.shortest(self._rows.lines_of(rows))
+            if (shorter := (length != 0) & (length < shortest)).any():
+                i = int(shorter.argmax())
+                raise ValueError(
+                    f"length must be 0 or at least {shortest[i]} for sequence {self._rows.handles.of(rows)[i]}, since "
+                    f"what lies before the window has been released, got {length[i]}"
+                )
         self.pool._commit(self._rows.plan_drop(rows, length))
 
     @exclusive
@@ -228,7 +250,8 @@ class Sequences(Guarded):
         Returns
         -------
         (stop - start,) int64
-            block_id * P + offset; of a `PagedKVCache` in its array module.
+            block_id * P + offset; of a `PagedKVCache` in its array module. With several groups (num_groups, stop -
+            start). -1 where a window has passed the token.
 
         Raises
         ------
@@ -245,15 +268,18 @@ class Sequences(Guarded):
         >>> table.slots(seq, 3, 6)
         array([3, 4, 5])
         """
-        row = int(self._rows.handles.find(as_int("seq", seq, minimum=None))[0])
+        rows = self._rows.handles.find(as_int("seq", seq, minimum=None))
         start, stop = as_int("start", start), as_int("stop", stop)
-        length = self._rows.lens[row]
+        length = self._rows.lens[rows[0]]
         if not start <= stop <= length:
             raise ValueError(
                 f"start <= stop <= {length}, the length of sequence {seq}, must hold, got start {start}, stop {stop}"
             )
         logical, offset = np.divmod(np.arange(start, stop), self.block_size)
-        return self._rows.blocks[row].take(logical) * np.int64(self.block_size) + offset
+        lines = self._rows.lines_of(rows)
+        blocks = self._rows.entries.take(lines[:, None] * self._rows.blocks.shape[1] + logical)
+        slots = np.where(blocks == UNUSED, UNUSED, blocks * np.int64(self.block_size) + offset)
+        return slots if len(slots) > 1 else slots[0]
 
     @consistent
     def block_tables(self, seqs: Any) -> npt.NDArray[np.int32]:
@@ -263,7 +289,8 @@ class Sequences(Guarded):
         -------
         (num_seqs, width) int32
             As wide as the longest of these sequences needs, at least 1, so that the cost follows the tokens and not
-            the maximum. Entries at or past ceil(length / P) are -1.
+            the maximum. With several groups (num_groups, num_seqs, width). Entries at or past ceil(length / P), and
+            those that a window has passed, are -1.
 
         Raises
         ------
@@ -311,10 +338,11 @@ class Sequences(Guarded):
         >>> table.block_fills()
         array([4, 2, 0, 0, 0, 0, 0, 0], dtype=int32)
         """
-        rows, columns = self._rows.held()
+        lines, columns = self._rows.held()
         fills = np.zeros(self.pool.num_blocks, np.int32)
-        tokens = np.minimum(self._rows.lens[rows] - columns * self.block_size, self.block_size)
-        np.maximum.at(fills, self._rows.blocks[rows, columns], tokens.astype(np.int32))
+        lens = self._rows.lens[lines % self.max_seqs]
+        tokens = np.minimum(lens - columns * self.block_size, self.block_size)
+        np.maximum.at(fills, self._rows.blocks[lines, columns], tokens.astype(np.int32))
         return fills
 
     @consistent
@@ -329,9 +357,9 @@ class Sequences(Guarded):
         >>> (table.block_owners() == seq).tolist()
         [True, True, False, False, False, False, False, False]
         """
-        rows, columns = self._rows.held()
+        lines, columns = self._rows.held()
         owners = np.full(self.pool.num_blocks, NO_HANDLE)
-        owners[self._rows.blocks[rows, columns]] = self._rows.handles.of(rows)
+        owners[self._rows.blocks[lines, columns]] = self._rows.handles.of(lines % self.max_seqs)
         return owners
 
     @consistent
@@ -339,9 +367,9 @@ class Sequences(Guarded):
         """Raise AssertionError unless every invariant holds, the pool's included.
 
         A block has as many references as there are entries for it in the table; a sequence has ceil(length / P)
-        blocks, all different, and -1 behind them; a row is either free or has the handle of its generation. With a
-        prefix cache: a block that can be found is in its index, behind the block that it follows; a block waits for
-        eviction if it can be found and has no references.
+        blocks in each group, less those that a window has passed, all different, and -1 elsewhere; a row is either free
+        or has the handle of its generation. With a prefix cache: a block that can be found is in its index, behind the
+        block that it follows; a block waits for eviction if it can be found and has no references.
 
         Examples
         --------
@@ -351,6 +379,11 @@ class Sequences(Guarded):
         >>> table.check()
         """
         self._rows.check()
+
+    def _release_passed(self, seqs: Any) -> None:
+        """Release the blocks that no query behind the tokens that sequences have now will see."""
+        if self._rows.windows is not None:
+            self.pool._commit(self._rows.plan_pass(self._rows.handles.find_distinct(seqs)))
 
     @consistent
     def _batch(self, seqs: Any, query_lens: Any) -> tuple[Int32Array, int, Int32Array, Int64Array | None]:

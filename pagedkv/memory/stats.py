@@ -96,7 +96,8 @@ def _wasted_slots(sequences: Sequences) -> int:
     full = rows.lens // block_size
     fills = rows.lens - full * block_size
     partial = fills.nonzero()[0]  # only the last block of a sequence is partly full
-    blocks, fills = rows.entries.take(partial * rows.blocks.shape[1] + full.take(partial)), fills.take(partial)
+    last = rows.of_lines(full.take(partial))
+    blocks, fills = rows.blocks[rows.lines_of(partial), last], rows.of_lines(fills.take(partial))
     alone = refs.take(blocks) == 1
     wasted = int(np.count_nonzero(alone)) * block_size - int(fills[alone].sum())
     if not alone.all():

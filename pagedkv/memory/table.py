@@ -17,7 +17,7 @@ class Appended(NamedTuple):
     Attributes
     ----------
     slots : (num_new_tokens,) int64
-        Slots of the new tokens, in the order of the sequences.
+        Slots of the new tokens, in the order of the sequences; with several groups (num_groups, num_new_tokens).
     copies : (m, 2) int64
         Source and destination of every block that must be copied before the slots are written.
     """
@@ -48,6 +48,10 @@ class SequenceTable(Sequences):
     max_blocks : int
         Blocks of one sequence, so that its length is at most max_blocks * P, and that at most 2**31 - 1. The table
         grows with the longest sequence: it begins with 16 columns, or with 4 entries for each block of the pool.
+    groups : LayerGroups or None
+        Groups of layers, each with block tables of its own, whose windows give blocks back; None for one without.
+    keep : int
+        Tokens behind the windows that stay.
 
     Raises
     ------
@@ -129,6 +133,7 @@ class SequenceTable(Sequences):
         KeyError
             A sequence was freed, or never existed.
         """
+        self._release_passed(seqs)
         plan = self._rows.plan_append(seqs, n)
         appended = Appended(plan.slots, plan.copies[:])  # a view, since a caller may resize its array
         self.pool._commit(plan.writes)

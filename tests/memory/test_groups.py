@@ -30,7 +30,7 @@ def two_groups(window):
 
 def held_after(window, num_tokens):
     """Blocks of the window's group when all queries are computed."""
-    groups = LayerGroups.of(window, 1, P)
+    groups = LayerGroups.of([window, None], 2, P)
     return -(-num_tokens // P) - int(groups.first_columns(num_tokens)[0])
 
 
@@ -105,7 +105,7 @@ def test_blocks_while_a_sequence_decodes():
     ],
 )
 def test_blocks_of_a_window(window, peak, after):
-    assert LayerGroups.of(window, 1, P).peak(40) == peak
+    assert LayerGroups.of([window, None], 2, P).peaks(40)[0] == peak
     assert held_after(window, 40) == after
 
 

@@ -17,14 +17,14 @@ MUTANTS = [
     ),
     Mutant(
         "fork: no references are taken",
-        "gained=blocks.astype(np.int64), times=n, num_seqs=num_seqs",
+        "gained=blocks, times=n, num_seqs=num_seqs",
         "",
         MACHINE,
     ),
     Mutant(
         "fork: no reference is taken to a partial last block",
-        "counts = self.blocks.shape[1], self.num_blocks(self.lens[parents])",
-        "counts = self.blocks.shape[1], self.lens[parents] // self.block_size",
+        "owned_spans(first, self.of_lines(self.num_blocks(self.lens[rows])) - first)",
+        "owned_spans(first, self.of_lines(self.lens[rows] // self.block_size) - first)",
         MACHINE,
     ),
     Mutant(
@@ -47,14 +47,14 @@ MUTANTS = [
     ),
     Mutant(
         "truncate: the partial last block is released",
-        "        num_kept = self.num_blocks(lens)\n",
-        "        num_kept = lens // self.block_size\n",
+        "        num_kept = self.of_lines(self.num_blocks(lens))\n",
+        "        num_kept = self.of_lines(lens // self.block_size)\n",
         MACHINE,
     ),
     Mutant(
         "free: the length stays",
-        "            (self.lens, rows, lens),\n            *([]",
-        "            *([]",
+        "            (self.lens, rows, lens),\n        ]",
+        "        ]",
         MACHINE,
     ),
     Mutant(

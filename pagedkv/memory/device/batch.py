@@ -24,7 +24,8 @@ class Batch:
     Attributes
     ----------
     block_tables : (num_seqs, width) int32
-        Entries at or past ceil(seq_len / P) are unused: -1 on the host, anything on a device.
+        Entries at or past ceil(seq_len / P) are unused: -1 on the host, anything on a device. With several groups of
+        layers (num_groups, num_seqs, width); those that a window has passed are -1.
     seq_lens : (num_seqs,) int32
     max_seq_len : int
         The longest of them, 0 if there are none; known on the host wherever the arrays are.
@@ -47,12 +48,14 @@ class Batch:
     prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def where(self) -> dict[str, Any]:
-        """The tables, lengths and query_starts that attention takes; on the host as NumPy views."""
-        where = {"block_tables": self.block_tables, "seq_lens": self.seq_lens}
+    def where(self) -> list[dict[str, Any]]:
+        """The tables, lengths and query_starts that attention takes, for each group; on the host as NumPy views."""
+        where = {"seq_lens": self.seq_lens}
         if not self.is_decode:
             where["query_starts"] = self.query_starts
-        return {name: self._arrays.on_host(x) for name, x in where.items()}
+        views = {name: self._arrays.on_host(x) for name, x in where.items()}
+        tables = self._arrays.on_host(self.block_tables)
+        return [{"block_tables": table, **views} for table in (tables if tables.ndim == 3 else [tables])]
 
     @cached_property
     def is_decode(self) -> bool:
@@ -94,7 +97,8 @@ class Batches(Guarded):
         self._mirrors = None
         if arrays.on_device:
             columns = sequences._rows.blocks.shape[1] if grows else sequences.max_blocks
-            self._mirrors = Mirror(arrays, sequences.max_seqs, columns), Mirror(arrays, sequences.max_seqs, 1)
+            num_lines = len(sequences._rows.blocks)
+            self._mirrors = Mirror(arrays, num_lines, columns), Mirror(arrays, sequences.max_seqs, 1)
 
     def of(self, seqs: Any, query_lens: Any) -> Batch:
         """As `PagedKVCache.batch`."""
@@ -108,5 +112,8 @@ class Batches(Guarded):
     def _mirrored(self, tables: Mirror, lens: Mirror, seqs: Any, query_lens: Any) -> Batch:
         block_tables, longest, seq_lens, query_lens = self._sequences._batch(seqs, query_lens)
         room = min(-(-bucket(longest) // self._sequences.block_size), self._sequences.max_blocks)
-        mirrored = tables.update(block_tables, room), lens.update(seq_lens[:, None])[:, 0]
-        return Batch(*mirrored, longest, self._arrays, seq_lens, query_lens)
+        mirrored = tables.update(block_tables.reshape(-1, block_tables.shape[-1]), room)
+        if block_tables.ndim == 3:
+            mirrored = mirrored.reshape(*block_tables.shape[:2], -1)
+        mirrored_lens = lens.update(seq_lens[:, None])[:, 0]
+        return Batch(mirrored, mirrored_lens, longest, self._arrays, seq_lens, query_lens)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...layouts import cache_shapes
 from ...typing import Layout
+from ..groups import LayerGroups
 from ..ids import Int64Array
 from .arrays import Arrays
 
@@ -16,7 +17,7 @@ _AT_HAND = 2**17  # bytes that malloc has without asking the system
 
 
 class LayerCaches:
-    """K and V of all layers, in one allocation each, zero at first.
+    """K and V of all layers, in one allocation each, zero at first; layers of different groups share arrays.
 
     Parameters
     ----------
@@ -24,7 +25,7 @@ class LayerCaches:
     layout : str
     sizes : tuple of int
         N, P, Hkv and D.
-    num_layers : int
+    groups : LayerGroups
     dtype : numpy.dtype
         What they are stored in.
 
@@ -33,7 +34,7 @@ class LayerCaches:
     k_caches, v_caches : tuple of array
         Those of each layer, as views.
     both : tuple of array
-        K and V, (num_layers, ...) each.
+        K and V, (group_size, ...) each.
     views : tuple
         k_caches and v_caches as NumPy sees them, where it does: operations ask nobody else then.
 
@@ -44,14 +45,19 @@ class LayerCaches:
     """
 
     def __init__(
-        self, arrays: Arrays, layout: Layout, sizes: tuple[int, int, int, int], num_layers: int, dtype: np.dtype[Any]
+        self,
+        arrays: Arrays,
+        layout: Layout,
+        sizes: tuple[int, int, int, int],
+        groups: LayerGroups,
+        dtype: np.dtype[Any],
     ) -> None:
         shapes = cache_shapes(layout, *sizes, dtype.itemsize)
-        self._arrays = arrays
+        self._arrays, self._num_arrays = arrays, groups.group_size
         num_elements = sum(math.prod(shape[1:]) for shape in shapes)
-        self.block_bytes = num_layers * dtype.itemsize * num_elements
+        self.block_bytes = groups.group_size * dtype.itemsize * num_elements
         try:
-            self.both = tuple(arrays.zeros((num_layers, *shape), dtype) for shape in shapes)
+            self.both = tuple(arrays.zeros((groups.group_size, *shape), dtype) for shape in shapes)
         except (MemoryError, RuntimeError, ValueError) as error:  # of NumPy or CuPy, of torch, of sizes beyond 64 bits
             needed, free = sizes[0] * self.block_bytes, arrays.free_bytes()
             if free is None or needed <= free:
@@ -60,7 +66,7 @@ class LayerCaches:
                 f"num_blocks must fit into the {free:,} bytes of memory that are free, got {sizes[0]:,} blocks, which "
                 f"take {needed:,} bytes"
             ) from error
-        self.k_caches, self.v_caches = (tuple(stack) for stack in self.both)
+        self.k_caches, self.v_caches = (tuple(stack[place] for place in groups.place_of) for stack in self.both)
         self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
 
     def copy(self, copies: Int64Array) -> None:
@@ -81,7 +87,7 @@ class LayerCaches:
 
     def _layers_at_a_time(self, copies: Int64Array) -> list[slice]:
         """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
-        num_layers = len(self.k_caches)
+        num_layers = self._num_arrays
         at_once = num_layers
         if not self._arrays.on_device:
             at_once = max(1, _AT_HAND * 2 * num_layers // max(1, self.block_bytes * len(copies)))

@@ -6,17 +6,19 @@ from array import array
 from collections.abc import Callable
 from itertools import islice
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ...commit import Write
 from ..arguments import require_callable
-from ..ids import NO_BLOCKS, Int64Array, must_hold
+from ..groups import LayerGroups
+from ..ids import NO_BLOCKS, Int64Array, joined, must_hold
 from .digests import Digests, Hash, blake2b_128, checked_hash, hash_chain, hash_each, pack
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
 from .eviction import LRU, Eviction
+from .holders import Held, Holders
 from .index import NO_BLOCK, HashIndex
 
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block, whose ids NumPy views as one element
@@ -41,6 +43,8 @@ class Stored(NamedTuple):
         Their slots in the index.
     forgotten : (k,) int64
         Unused blocks with one of these digests but other contents, which become unfindable.
+    held : Held or None
+        The blocks of all groups of layers; None if there is one group.
     events : list of BlockStored
     """
 
@@ -52,11 +56,14 @@ class Stored(NamedTuple):
     digests: Digests
     places: Int64Array
     forgotten: Int64Array
+    held: Held | None
     events: list[Event]
 
 
 class PrefixCache:
     """The tokens of all blocks, and an index of the full ones that can be found.
+
+    With several groups of layers the blocks of one, the leader, are in the index; `Holders` has those of the others.
 
     The key of a block is a digest of its tokens, chained to the digest of the block before. Digests may collide: a
     block counts as found only if it holds the same token ids, and was stored behind the very block found before it, or
@@ -66,6 +73,7 @@ class PrefixCache:
     ----------
     num_blocks, block_size : int
         N and P.
+    groups : LayerGroups
     eviction : callable
         Makes the `Eviction` for num_blocks blocks.
     hash_of : callable
@@ -80,6 +88,7 @@ class PrefixCache:
         self,
         num_blocks: int,
         block_size: int,
+        groups: LayerGroups,
         *,
         eviction: Callable[[int], Eviction] = LRU,
         hash_of: Hash = blake2b_128,
@@ -107,6 +116,13 @@ class PrefixCache:
         self._hash_of = hash_of if hash_of is blake2b_128 else checked_hash(hash_of)
         self._listener, self._medium = listener, medium
         self._outbox: list[list[Event]] = [[]]
+        self._groups = groups
+        self._holders = Holders(groups, num_blocks) if len(groups.groups) > 1 else None
+        # Which blocks a second sequence has found. Without windows nobody asks.
+        self._found_again = np.zeros(num_blocks if groups.has_windows else 0, np.bool)
+        # A window passes most blocks of a long prompt, and few prompts find one again: those that none has found are
+        # evicted before all others, else each long prompt would push out the beginnings that others share.
+        self._passed = LRU(num_blocks) if groups.has_windows and type(self.eviction) is LRU else None
 
     def is_findable(self, blocks: Int64Array) -> npt.NDArray[np.bool]:
         """Which blocks can be found, (n,) bool."""
@@ -114,12 +130,16 @@ class PrefixCache:
 
     def descendants(self, blocks: Int64Array) -> Int64Array:
         """The other blocks that can only be found behind some of these, in O(N log N); (n,) int64."""
+        if not self._groups.leader_is_full:
+            return NO_BLOCKS  # sequences that have passed blocks go on: what is behind a gap is just not found
+        if self._holders is not None:
+            blocks = blocks[self._holders.are_leaders(blocks)]
         # Mostly there are none, and for a few blocks that is quick to see.
         if len(blocks) <= _FEW and not any(np.count_nonzero(self._parents == x) for x in self._serials[blocks]):
             return NO_BLOCKS
         given = np.zeros(len(self._serials), np.bool)
         given[blocks] = True
-        findable = self.findable()
+        findable = self._leaders()
         findable = findable[self._serials[findable].argsort()]
         places, parents, lost = np.arange(len(findable)), self._parents[findable], given[findable]
         above = np.where(parents > 0, self._serials[findable].searchsorted(parents), places)
@@ -128,6 +148,30 @@ class PrefixCache:
             if np.array_equal(above, above[above]):
                 return findable[lost & ~given[findable]]
             above = above[above]
+
+    def columns(self, blocks: Int64Array) -> Int64Array:
+        """Add the blocks of the other groups to blocks of the leader, (num_groups, n); NO_BLOCK where there is none."""
+        return blocks[None] if self._holders is None else self._holders.of(blocks, self._serials)
+
+    def plan_found(self, blocks: Int64Array) -> list[Write]:
+        """Note that another sequence has found blocks: once windows pass them, they wait longer for their eviction."""
+        return [(self._found_again, blocks, np.ones(len(blocks), np.bool))] if len(self._found_again) else []
+
+    def plan_enter(self, blocks: Int64Array, passed: bool) -> list[Write]:
+        """Let findable blocks without references wait for their eviction; `passed` ones are those of a window."""
+        if not passed or self._passed is None:  # an eviction of a caller gets all blocks alike
+            return self.eviction.plan_enter(self.tails_first(blocks))
+        again = self._found_again[blocks]
+        others = self.eviction.plan_enter(self.tails_first(blocks[again])) if np.count_nonzero(again) else []
+        return [*others, *self._passed.plan_enter(blocks[~again])]
+
+    def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
+        """Let blocks that are used again wait no longer, and evict others."""
+        if self._passed is None:
+            return self.eviction.plan_leave(blocks, num_evicted)
+        first, writes = self._passed.plan_leave(blocks, num_evicted)
+        others, more = self.eviction.plan_leave(blocks, num_evicted - len(first))
+        return joined(first, others), [*writes, *more]
 
     def tails_first(self, blocks: Int64Array) -> Int64Array:
         """Sort findable blocks so that those of a sequence come from its last one to its first."""
@@ -208,6 +252,7 @@ class PrefixCache:
         roots: Digests | None,
         salts: npt.NDArray[np.object_] | None,
         refs: npt.NDArray[np.int32],
+        own: Int64Array | None = None,
     ) -> Stored:
         """Decide what to store so that full blocks of some sequences can be found.
 
@@ -225,6 +270,8 @@ class PrefixCache:
             The salt of each sequence, for events; None with `roots`.
         refs : (N,) int32
             References to each block.
+        own : (num_groups, n) int64, or None
+            The blocks of all groups, if there are several; negative where a window has passed them.
         """
         last = int(self._last_serial[0])
         heads, parents_above = self._index.digests(above), self._serials.take(above)
@@ -252,14 +299,27 @@ class PrefixCache:
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
             keys, to_store, places, are_distinct = keys.take(stored), blocks.take(stored), places.take(stored), False
-        serials = np.arange(last + 1, last + 1 + len(parents))
+        serials, held = np.arange(last + 1, last + 1 + len(parents)), None
+        if self._holders is not None and own is not None:
+            numbers = serials
+            if stored is not None:  # some are kept that were stored before, or further up in this commit
+                numbers = self._serials.take(kept)
+                in_order = to_store.argsort()
+                at = to_store[in_order].searchsorted(kept).clip(max=max(0, len(to_store) - 1))
+                if len(to_store):
+                    is_new = to_store[in_order[at]] == kept
+                    numbers[is_new] = serials[in_order[at[is_new]]]
+            held = self._holders.hold(own, kept, numbers, pack(digests), self._serials)
         events: list[Event] = []
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored
-            events = self._stored_events(stored, blocks, digests, _firsts(blocks, counts), above, salts)
+            by_group = {self._groups.leader: stored}
+            if held is not None:
+                by_group |= {g: is_new.nonzero()[0] for g, is_new in enumerate(held.is_new) if is_new.any()}
+            events = self._stored_events(by_group, blocks, digests, _firsts(blocks, counts), above, salts)
         if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
-        return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, events)
+        return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, held, events)
 
     def _resolve(
         self,
@@ -276,14 +336,14 @@ class PrefixCache:
         to store, and `kept`, `parents`, `above` and `forgotten` of `Stored`.
         """
         kept, stored, parents, blocks_above, forgotten = [NO_BLOCK] * len(found), [], [], [], []
-        holders: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
+        by_digest: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
         serial, above, parent, stopped = int(self._last_serial[0]), NO_BLOCK, 0, False
         for i, block in enumerate(blocks.tolist()):
             if i in firsts:
                 (above, parent), stopped = firsts[i], False
             if stopped:
                 continue
-            holder, content = holders.get(digests[i]), contents[i]
+            holder, content = by_digest.get(digests[i]), contents[i]
             if holder is None and found[i] != NO_BLOCK:
                 other = found[i]
                 holder = other, int(self._parents[other]), int(self._serials[other])
@@ -299,7 +359,7 @@ class PrefixCache:
             # If the digest belongs to other contents that are in use, nothing further of this sequence can be found.
             stopped = not self._holds(holder, parent, content)
             if not stopped:
-                holders[digests[i]] = holder
+                by_digest[digests[i]] = holder
                 above, _, parent = holder
                 kept[i] = above
         return tuple(np.array(x, np.int64) for x in (stored, kept, parents, blocks_above, forgotten))
@@ -308,8 +368,10 @@ class PrefixCache:
         """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
         events: list[Event] = []
         if self._listener is not None and len(removed):
-            events.append(BlockRemoved(self._index.digests(removed).tolist(), self._medium))
+            events += self._removed_events(removed)
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
+        if self._holders is not None:
+            removed = removed[self._holders.are_leaders(removed)]
         if stored is None:
             writes += self._index.plan(removed, removed[:0])
         else:
@@ -322,6 +384,19 @@ class PrefixCache:
                 (self._last_child, stored.above, stored.blocks),
                 (self._last_serial, 0, last),
             ]
+            findable = stored.blocks
+            if self._holders is not None and (held := stored.held) is not None:
+                leading = np.full(len(findable), self._groups.leader)
+                others, i = held.blocks[held.is_new], held.is_new.nonzero()[1]
+                writes += [
+                    (self._holders.group_of, findable, leading),
+                    *self._holders.plan(held),
+                    *self._index.plan_name(others, held.digests.take(i)),
+                    (self._serials, others, held.serials[i]),
+                ]
+                findable = np.concatenate([findable, others])
+            if len(self._found_again):
+                writes.append((self._found_again, findable, np.zeros(len(findable), np.bool)))
         return [*writes, *self._plan_events(events)]
 
     def plan_cleared(self) -> list[Write]:
@@ -331,6 +406,11 @@ class PrefixCache:
     def findable(self) -> Int64Array:
         """The blocks that can be found, ascending, (n,) int64."""
         return np.flatnonzero(self._serials)
+
+    def _leaders(self) -> Int64Array:
+        """Those of them that lead."""
+        findable = self.findable()
+        return findable if self._holders is None else findable[self._holders.are_leaders(findable)]
 
     def plan_copy(self, copies: Int64Array) -> list[Write]:
         """Copy the tokens of blocks to others: (m, 2) int64, source and destination."""
@@ -374,18 +454,28 @@ class PrefixCache:
     def check(self, refs: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless every invariant holds; `refs` are the reference counts of all blocks."""
         findable = self.findable()
+        waiting = findable[refs[findable] == 0]
+        if self._passed is not None:
+            passed = np.sort(self._passed.waiting())
+            self._passed.check(passed)
+            waiting = np.setdiff1d(waiting, passed)
+        self.eviction.check(waiting)
+        findable = self._leaders()
         self._index.check(findable)
-        self.eviction.check(findable[refs[findable] == 0])
         serials = self._serials[findable]
         must_hold(len(np.unique(serials)) == len(serials), "two contents have one number")
         must_hold((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
         parents = self._parents[findable]
         must_hold((parents < serials).all(), "a content is older than the one before it")
-        must_hold(np.isin(parents[parents >= 0], serials).all(), "a block can be found, and the one before it cannot")
+        if self._groups.leader_is_full:
+            behind = np.isin(parents[parents >= 0], serials)
+            must_hold(behind.all(), "a block can be found, and the one before it cannot")
 
-    def follows(self, blocks: Int64Array, root: bytes) -> bool:
-        """Whether blocks can be found one after another, the first one behind the root."""
+    def follows(self, blocks: Int64Array, root: bytes | None) -> bool:
+        """Whether blocks can be found one after another, the first one behind the root, if it is given."""
         serials, parents = self._serials[blocks], self._parents[blocks]
+        if root is None:
+            return bool((serials != 0).all() and (parents[1:] == serials[:-1]).all())
         return bool(
             (serials != 0).all() and (parents == [*_root_numbers(pack([root])), *serials[:-1]][: len(blocks)]).all()
         )
@@ -400,34 +490,56 @@ class PrefixCache:
     def _plan_events(self, events: list[Event]) -> list[Write]:
         return [(self._outbox, 0, self._outbox[0] + events)] if events else []
 
+    def _removed_events(self, removed: Int64Array) -> list[Event]:
+        """An event for the blocks of each group."""
+        digests, holders = self._index.digests(removed), self._holders
+        if holders is None:
+            return [BlockRemoved(digests.tolist(), self._medium)]
+        groups = holders.group_of[removed]
+        return [
+            BlockRemoved(digests[groups == group].tolist(), self._medium, group) for group in np.unique(groups).tolist()
+        ]
+
     def _stored_events(
         self,
-        stored: Int64Array,
+        by_group: dict[int, Int64Array],
         blocks: Int64Array,
         digests: list[bytes],
         firsts: Int64Array,
         heads: Int64Array,
         salts: npt.NDArray[np.object_] | None,
     ) -> list[Event]:
-        """An event for each run of successive blocks of a sequence; `heads` are the blocks above the first ones."""
+        """An event for each run of successive blocks of a sequence in a group.
+
+        `by_group` has indices of the blocks that each group stores, `heads` the blocks above the first ones.
+        """
         events: list[Event] = []
         salt_of = {} if salts is None else dict(zip(firsts.tolist(), salts, strict=True))
-        above, before = dict(zip(firsts.tolist(), heads.tolist(), strict=True)), -1
-        for i in stored.tolist():
-            if i - 1 != before or i in above:
-                parent: bytes | None = digests[i - 1]
-                if i in above:
-                    parent = None if above[i] == NO_BLOCK else self._index.digests(np.array([above[i]])).tobytes()
-                salt = salt_of.get(i) if parent is None else None
-                keys: list[tuple[str | bytes, ...] | None] | None = None if salt is None else [(salt,)]
-                event = BlockStored([], parent, [], self.block_size, medium=self._medium, extra_keys=keys)
-                events.append(event)
-            elif event.extra_keys is not None:
-                event.extra_keys.append(None)
-            event.block_hashes.append(digests[i])
-            event.token_ids.extend(self._rows()[blocks[i]].tolist())
-            before = i
+        above = dict(zip(firsts.tolist(), heads.tolist(), strict=True))
+        for group, stored in by_group.items():
+            before = -1
+            for i in stored.tolist():
+                if i - 1 != before or i in above:
+                    parent: bytes | None = digests[i - 1]
+                    if i in above:
+                        parent = None if above[i] == NO_BLOCK else self._index.digests(np.array([above[i]])).tobytes()
+                    salt = salt_of.get(i) if parent is None else None
+                    keys: list[tuple[str | bytes, ...] | None] | None = None if salt is None else [(salt,)]
+                    spec = {} if self._holders is None else self._spec(group)
+                    event = BlockStored([], parent, [], self.block_size, None, self._medium, None, keys, **spec)
+                    events.append(event)
+                elif event.extra_keys is not None:
+                    event.extra_keys.append(None)
+                event.block_hashes.append(digests[i])
+                event.token_ids.extend(self._rows()[blocks[i]].tolist())
+                before = i
         return events
+
+    def _spec(self, group: int) -> dict[str, Any]:
+        """What an event says of a group of layers."""
+        window = self._groups.groups[group].window
+        kind = "full_attention" if window is None else "sliding_window"
+        return {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
 
 
 def require_block_size(block_size: int) -> None:

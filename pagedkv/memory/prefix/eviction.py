@@ -69,11 +69,11 @@ class LRU:
         ]
 
     def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
-        """Drop blocks that are used again, and evict the first num_evicted of the others."""
+        """Drop blocks that are used again, and evict the first num_evicted of the others, or all if there are fewer."""
         first = stop = int(self._first[0])
         end, size = int(self._end[0]), num_evicted
         evicted = places = np.empty(0, np.int64)
-        while len(evicted) < num_evicted:
+        while len(evicted) < num_evicted and stop < end:
             stop = min(first + size + len(blocks), end)
             evicted, places = self._waiting(first, stop)
             if len(blocks):
@@ -83,15 +83,19 @@ class LRU:
             size *= 2
         gone = joined(blocks, evicted)
         writes: list[Write] = [(self._places, gone, _GONE.repeat(len(gone)))]
-        if num_evicted:
+        if len(evicted):
             writes.append((self._first, 0, int(places[-1]) + 1))
         return evicted, writes
 
     def check(self, blocks: Int64Array) -> None:
         """Raise AssertionError unless exactly these blocks, in ascending order, are in the ring."""
-        waiting, _ = self._waiting(int(self._first[0]), int(self._end[0]))
-        must_hold(np.array_equal(np.sort(waiting), blocks), "other blocks than those that can be evicted wait for it")
+        waiting = np.sort(self.waiting())
+        must_hold(np.array_equal(waiting, blocks), "other blocks than those that can be evicted wait for it")
         must_hold(np.array_equal(np.flatnonzero(self._places != _AWAY), blocks), "a block waits that cannot be evicted")
+
+    def waiting(self) -> Int64Array:
+        """The blocks that wait, the least recently used one first, (n,) int64."""
+        return self._waiting(int(self._first[0]), int(self._end[0]))[0]
 
     def _waiting(self, first: int, end: int) -> tuple[Int64Array, Int64Array]:
         """The blocks in a stretch of the ring that have not left, and their places."""

@@ -45,8 +45,12 @@ class HashIndex:
         self._views = self._slots.data, self._keys.reshape(-1).data
 
     def digests(self, blocks: Int64Array) -> Digests:
-        """The digests under which blocks last entered the index."""
+        """The digests under which blocks last entered the index, or that `plan_name` gave them."""
         return self._digests.take(blocks)
+
+    def plan_name(self, blocks: Int64Array, digests: Digests) -> list[Write]:
+        """Give digests to blocks that are not in the index."""
+        return [(self._digests, blocks, digests)]
 
     def find_one(self, digest: bytes) -> int:
         """The block with a digest, or NO_BLOCK."""
