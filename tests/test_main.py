@@ -20,7 +20,7 @@ from pagedkv.extras import pip_install
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
 EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy"}
-EXTRAS |= {"hypothesis", "starlette", "torch", "transformers", "triton", "uvicorn", "vllm"}
+EXTRAS |= {"hypothesis", "ray", "starlette", "torch", "transformers", "triton", "uvicorn", "vllm"}
 class Hidden:
     def __init__(self, finder):
         self.finder = finder
@@ -215,6 +215,7 @@ def test_info_needs_no_extra():
         "plots": pip_install("plot"),
         "pagedkv.testing": pip_install("testing"),
         "examples/serve.py": pip_install("serve"),
+        "examples/replicas.py": pip_install("replicas"),
         "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
         'backend="emulator"': pip_install("emulator"),
     }

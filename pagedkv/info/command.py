@@ -33,6 +33,7 @@ EXTRAS = {
     "plots": ("matplotlib", "plot"),
     "pagedkv.testing": ("hypothesis", "testing"),
     "examples/serve.py": ("uvicorn", "serve"),
+    "examples/replicas.py": ("ray", "replicas"),
 }
 _OWN = "set PAGEDKV_CACHE_DIR to a folder of your own"
 
