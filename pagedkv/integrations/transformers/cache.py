@@ -17,7 +17,7 @@ from ...cache import PagedKVCache
 from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
-from .models import kv_shape, require_supported, uncompiled
+from .models import kv_shape, num_ranks, require_supported, uncompiled
 
 _FROM_MASK = (
     "generate makes them from attention_mask, which must have a column for each token, those in the cache too; call "
@@ -33,6 +33,22 @@ def require_options(kind: type, options: Collection[str]) -> None:
         raise TypeError(
             f"{kind.__name__} has no option {unknown[0]}, only {', '.join([*own, *sorted(of_cache - {*own})])}"
         )
+
+
+def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: int, **options: Any) -> PagedKVCache:
+    """Make a PagedKVCache for a model; if ranks share the model, of as many blocks as each of them has room for."""
+    num_layers, num_kv_heads, head_dim = kv_shape(model)
+    options = {"dtype": model.dtype, "array_module": torch, "device": model.device} | options
+    sizes: Any = num_layers, num_blocks, block_size, num_kv_heads, head_dim
+    made = PagedKVCache(*sizes, **options)
+    if num_ranks(model) > 1:
+        from .ranks import fewest_blocks  # it imports torch.distributed
+
+        fewest = fewest_blocks(made.pool.num_blocks, model.device)
+        if fewest < made.pool.num_blocks:
+            del made
+            made = PagedKVCache(num_layers, fewest, *sizes[2:], **options | {"memory": None})
+    return made
 
 
 class PagedCache(Cache):
@@ -89,9 +105,8 @@ class PagedCache(Cache):
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
         require_options(type(self), options)
         require_supported(uncompiled(model))
-        self._made_for = num_layers, num_kv_heads, head_dim, dtype = *kv_shape(model), model.dtype
-        where = {"dtype": dtype, "array_module": torch, "device": model.device, "prefix_cache": False}
-        self.kv = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
+        self._made_for = num_layers, *_ = *kv_shape(model), model.dtype
+        self.kv = make_kv_cache(model, num_blocks, block_size, **{"prefix_cache": False} | options)
         self.seqs: list[int] = []
         # Lengths of a row with padding, as transformers counts them: models ask for it before their first layer.
         self._length = self._next_length = 0

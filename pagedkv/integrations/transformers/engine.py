@@ -5,37 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
-from itertools import pairwise
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
-from ...cache import PagedKVCache
-from ...commit import Write, commit
+from ...commit import commit
 from ...errors import BackendUnavailableError
 from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
-from .attention import WatchedPass, uses_pagedkv
-from .cache import require_options
-from .models import kv_shape, require_positions, require_supported, text_config, uncompiled
+from .attention import uses_pagedkv
+from .cache import make_kv_cache, require_options
+from .models import num_ranks, require_positions, require_supported, text_config, uncompiled
 from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import EngineRequest
-from .sampling import Sampling, are_finite, choose
+from .results import Sampled, last_logits, plan_results
+from .sampling import Sampling
 from .stream import Stream
 from .text import TextDecoder
 from .use import use_pagedkv
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 _Item = TypeVar("_Item")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Method = Callable[Concatenate["Engine", _P], _R]
-
-NO_TOKEN = -1
-NOT_FINITE = (
-    "the model's logits are not finite: look for NaN in its weights, or for a dtype of a wider range than {dtype}"
-)
 
 
 def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
@@ -58,31 +54,6 @@ def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
             self._is_busy = False
 
     return call
-
-
-class Sampled(NamedTuple):
-    """The result of a step for a request.
-
-    Attributes
-    ----------
-    request : int
-        Its number.
-    token : int
-        The next token of its text; -1 with an error.
-    reason : str
-        Why the text ends: "stop" for an end token or a text of `stop`, "length" for max_tokens, "error" if no token
-        can be chosen; empty while it goes on.
-    message : str
-        The message of an error.
-    num_cached : int
-        How many tokens of its prompt the prefix cache had.
-    """
-
-    request: int
-    token: int
-    reason: str
-    message: str = ""
-    num_cached: int = 0
 
 
 class Engine:
@@ -178,18 +149,23 @@ class Engine:
         use_pagedkv(model)
         if not uses_pagedkv(uncompiled(model)):
             raise BackendUnavailableError(f"an Engine needs kernels for {model.device}, which the warning says more of")
-        num_layers, num_kv_heads, head_dim = kv_shape(model)
-        where: dict[str, Any] = {"dtype": model.dtype, "array_module": torch, "device": model.device, "memory": memory}
         context = getattr(text_config(model), "max_position_embeddings", None)
         block_size = as_int("block_size", block_size, minimum=1, maximum=context or MAX_INT32)
-        where["max_seq_len"] = context and context - context % block_size  # whole blocks, and no position beyond
-        self.cache = PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, **where | options)
+        most = context and context - context % block_size  # whole blocks, and no position beyond
+        self.cache = make_kv_cache(model, num_blocks, block_size, **{"memory": memory, "max_seq_len": most} | options)
         self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
         self._dropped: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
         self._results: list[Sampled] = []  # computed, and not yet returned by `step`
+        self._ranks: Ranks | None = None
+        if num_ranks(model) > 1:
+            from .ranks import Ranks  # it imports torch.distributed
+
+            of_cache = {name: getattr(self.cache, name) for name in ("block_size", "max_seqs", "max_seq_len")}
+            of_steps = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs or 0}
+            self._ranks = Ranks(model.device, prefix_cache=self.cache.prefix_cache, **of_cache, **of_steps)
         self._is_busy = False  # in the middle of a call
         self._is_interrupted = False  # a call began to change the scheduler, and did not end
 
@@ -254,20 +230,10 @@ class Engine:
         texts = stop_texts(stop)
         decoder = TextDecoder(tokenizer_of(self._tokenizer), texts) if texts else None
         ids: Any = ids_of(prompt_ids(prompt, self._tokenizer))
-        # Such a token would fail the step, and all other requests with it.
-        if (largest := int(ids.max(initial=0))) >= self._vocab_size:
-            raise ValueError(
-                f"a token of the prompt is {largest}, and {type(self._model).__name__} has {self._vocab_size}: it "
-                "needs its own tokenizer"
-            )
         max_tokens = as_int("max_tokens", max_tokens, minimum=1)
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
-        if min_tokens and ends.issuperset(range(self._vocab_size)):
-            raise ValueError(
-                f"stop_token_ids must leave a token to draw before min_tokens = {min_tokens}, got all "
-                f"{self._vocab_size} of {type(self._model).__name__}"
-            )
-        request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), decoder)
+        request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), texts, decoder)
+        request.require_tokens(self._vocab_size, type(self._model).__name__)
         number = self._add(request, priority, salt)
         # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
@@ -279,10 +245,13 @@ class Engine:
         self._is_interrupted = True
         try:
             ids: Any = request.prompt
-            return self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
+            number = self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
         except Exception:
             self._is_interrupted = False  # refused
             raise
+        if self._ranks is not None:
+            self._ranks.calls.append(("add", number, request.told, priority, salt))
+        return number
 
     @_one_at_a_time
     def abort(self, request: int) -> None:
@@ -299,6 +268,8 @@ class Engine:
             raise KeyError(f"no request {request}: it has ended or was never added")
         self._is_interrupted = True
         self._end(request)
+        if self._ranks is not None:
+            self._ranks.calls.append(("abort", request))
         self._is_interrupted = False
 
     def step(self) -> list[Sampled]:
@@ -331,6 +302,44 @@ class Engine:
                 # Remove them one by one: after a break or an interrupt, the next step returns the others.
                 first, self._results = self._results[0], self._results[1:]
                 yield first
+
+    def follow(self) -> None:
+        """Compute what rank 0 computes, until it calls `close`: for the other ranks of a model that is sharded.
+
+        Raises
+        ------
+        RuntimeError
+            The model is not sharded, or this is rank 0; another rank has died, or does not answer in a step.
+        """
+        if self._ranks is None or self._ranks.rank == 0:
+            raise RuntimeError("only ranks other than 0 of a sharded model follow, and this is the one that leads")
+        while (told := self._ranks.wait()) is not None:
+            calls, dropped = told
+            for name, number, *rest in calls:
+                if name == "add":
+                    self._add_as_told(number, *rest)
+                else:
+                    self.abort(number)
+            self._ranks.calls.clear()
+            self._run_step(dropped)
+            self._results.clear()
+        self._is_interrupted = True  # closed
+
+    def _add_as_told(self, number: int, told: tuple[Any, ...], priority: int, salt: str | bytes | None) -> None:
+        request = EngineRequest.heard(*told)
+        if request.stop:
+            request.decoder = TextDecoder(tokenizer_of(self._tokenizer), request.stop)
+        added = self._add(request, priority, salt)
+        if added != number:
+            raise RuntimeError(f"request {number} of rank 0 is {added} here: follow() from the first request on")
+        self._requests[number] = request
+        self._is_interrupted = False
+
+    def close(self) -> None:
+        """Let the ranks that follow return, and take no more calls; a model on one rank has no need of it."""
+        if self._ranks is not None and not (self._is_busy or self._is_interrupted):
+            self._is_interrupted = True
+            self._ranks.tell()
 
     def tokens(self, prompt: Prompt, max_tokens: int, **options: Any) -> Stream[int]:
         """Add a request and iterate over its tokens, except one that stops it.
@@ -390,52 +399,28 @@ class Engine:
             self._results = made
 
     @_one_at_a_time
-    def _run_step(self) -> None:
+    def _run_step(self, dropped: deque[int] | None = None) -> None:
         self._is_interrupted = True
-        while self._dropped:
-            if self._dropped[0] in self._requests:
-                self._end(self._dropped[0])
-            self._dropped.popleft()
+        if dropped is None:
+            dropped = self._dropped if self._ranks is None else self._ranks.begin(self._dropped)
+        while dropped:
+            if dropped[0] in self._requests:
+                self._end(dropped[0])
+            dropped.popleft()
         try:
             if step := self.scheduler.schedule():
-                made, writes, tokens = self._choose(step)
+                logits = last_logits(self._model, self.cache, step)
+                num_cached = [self.scheduler.num_cached(number) for number in step.requests.tolist()]
+                made, writes, tokens = plan_results(logits, step, self._requests, num_cached, self._ranks)
         except Exception:
             self.scheduler.drop()
-            self._is_interrupted = False
+            self._is_interrupted = self._ranks is not None  # the others may be in the middle of it
             raise
         if step:
             # From here on the tokens count as chosen, even if the scheduler fails.
             commit([*writes, (vars(self), "_results", self._results + made)])
             self._update(step, tokens, made)
         self._is_interrupted = False
-
-    def _choose(self, step: Step) -> tuple[list[Sampled], list[Write], list[int]]:
-        """Run the model and choose tokens: the results, what to store, and the tokens of `step.sampled`."""
-        logits = self._logits(step)
-        rows = {number: i for i, number in enumerate(step.requests.tolist())}
-        sampled = step.sampled.tolist()
-        requests = [self._requests[number] for number in sampled]
-        of_sampled = logits[[rows[number] for number in sampled]]
-        for i, request in enumerate(requests):
-            if request.adjusts:
-                of_sampled = of_sampled.float()
-                request.adjust(of_sampled[i])
-        places = [len(request.prompt) + len(request.tokens) for request in requests]
-        tokens = choose(of_sampled, [request.sampling for request in requests], places)
-        chosen = dict(zip(sampled, tokens, strict=True))
-        made: list[Sampled] = []
-        writes: list[Write] = []
-        for number, is_finite in zip(rows, are_finite(logits), strict=True):
-            request, num_cached = self._requests[number], self.scheduler.num_cached(number)
-            if not is_finite:
-                message = NOT_FINITE.format(dtype=logits.dtype)
-                made.append(Sampled(number, NO_TOKEN, "error", message, num_cached))
-                writes += request.plan_end("error", message)
-            elif number in chosen:
-                reason, stored = request.plan(chosen[number])
-                made.append(Sampled(number, chosen[number], reason, "", num_cached))
-                writes += stored
-        return made, writes, tokens
 
     def _update(self, step: Step, tokens: list[int], made: list[Sampled]) -> None:
         for number, _, reason, *_ in made:
@@ -455,27 +440,11 @@ class Engine:
 
     def _recover(self) -> None:
         """Recover from an interrupted call: all requests wait, and are computed again with the tokens they have."""
+        if self._ranks is not None:
+            raise RuntimeError(
+                f"the Engine of rank {self._ranks.rank} has ended: it was closed, or a step failed or was interrupted, "
+                "after which ranks are not in step: end all of them"
+            )
         self._requests = {number: request for number, request in self._requests.items() if not request.reason}
         self.scheduler.restart({number: request.all_tokens for number, request in self._requests.items()})
         self._is_interrupted = False
-
-    def _logits(self, step: Step) -> torch.Tensor:
-        """Compute logits of the last row of each request, (num_seqs, vocab_size); NaN if any of its rows is not finite.
-
-        Keys and values that are not finite must not become findable, even if a window hides them from the last row.
-        """
-        watched = WatchedPass(self.cache, step.slots, step.batch)
-        with torch.inference_mode():
-            out = self._model(
-                input_ids=step.tokens[None],
-                position_ids=step.batch.positions[None],
-                use_cache=False,
-                logits_to_keep=step.batch.query_starts[1:].long() - 1,
-                forward_pass=watched,
-            )
-            logits: torch.Tensor = out.logits[0]
-            finite = watched.finite.tolist()
-            for row, (start, stop) in enumerate(pairwise(step.batch.query_starts.tolist())):
-                if not all(finite[start:stop]):
-                    logits[row] = torch.nan
-        return logits

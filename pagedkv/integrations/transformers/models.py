@@ -65,9 +65,14 @@ def _num_kv_heads(config: Any) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
+def num_ranks(model: PreTrainedModel) -> int:
+    """Over how many ranks the weights of a model are sharded."""
+    return getattr(model, "tp_size", None) or 1
+
+
 def _kv_heads_of_rank(model: PreTrainedModel, num_kv_heads: int) -> int | None:
     """The KV heads that a rank of the model computes; None if transformers cannot divide them evenly."""
-    size = getattr(model, "tp_size", None) or 1
+    size = num_ranks(model)
     return num_kv_heads if size == 1 else get_kv_heads_per_rank(model.tp_plan, num_kv_heads, size)
 
 
@@ -163,7 +168,7 @@ def _why_not_on_ranks(model: PreTrainedModel, config: Any) -> str | None:
     sizes = {name: getattr(sharded, name, None) or 1 for name in ("pp_size", "fsdp_size", "dp_replicate_size")}
     if others := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
         return f"is sharded with {', '.join(others)}, and not by heads alone (tp_size)"
-    if (size := getattr(model, "tp_size", None) or 1) == 1:
+    if (size := num_ranks(model)) == 1:
         return None
     num_kv_heads = _num_kv_heads(config)
     if _kv_heads_of_rank(model, num_kv_heads) is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class EngineRequest:
     sampling : Sampling
     ends : list of int
         Tokens that end the text.
+    stop : tuple of str
+        Texts that end it.
     decoder : TextDecoder or None
         Converts tokens to text, if text is wanted.
     tokens : list of int
@@ -42,7 +44,8 @@ class EngineRequest:
     min_tokens: int
     sampling: Sampling
     ends: list[int]
-    decoder: TextDecoder | None
+    stop: tuple[str, ...] = ()
+    decoder: TextDecoder | None = None
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     reason: str = ""
@@ -52,6 +55,30 @@ class EngineRequest:
     def all_tokens(self) -> npt.NDArray[np.int32]:
         """The tokens of the prompt and the generated ones, as a new array."""
         return np.concatenate([self.prompt, np.array(self.tokens, np.int32)])
+
+    def require_tokens(self, vocab_size: int, name: str) -> None:
+        """Raise ValueError if the model of this name cannot read the prompt, or has no token to draw at first."""
+        # Such a token would fail the step, and all other requests with it.
+        if (largest := int(self.prompt.max(initial=0))) >= vocab_size:
+            raise ValueError(
+                f"a token of the prompt is {largest}, and {name} has {vocab_size}: it needs its own tokenizer"
+            )
+        if self.min_tokens and set(self.ends).issuperset(range(vocab_size)):
+            raise ValueError(
+                f"stop_token_ids must leave a token to draw before min_tokens = {self.min_tokens}, got all "
+                f"{vocab_size} of {name}"
+            )
+
+    @property
+    def told(self) -> tuple[Any, ...]:
+        """What `heard` makes the same request of, on another rank."""
+        sampling = [getattr(self.sampling, option.name) for option in fields(Sampling) if option.init]
+        return self.prompt.tobytes(), self.max_tokens, self.min_tokens, sampling, self.ends, self.stop
+
+    @classmethod
+    def heard(cls, prompt: bytes, max_tokens: int, min_tokens: int, sampling: list[Any], *others: Any) -> EngineRequest:
+        """Make a request of what another rank told."""
+        return cls(np.frombuffer(prompt, np.int32), max_tokens, min_tokens, Sampling(*sampling), *others)
 
     @property
     def adjusts(self) -> bool:

@@ -93,14 +93,14 @@ class Spoken:
         self.engine = Engine(make_model("Llama", vocab_size=256), tokenizer, num_blocks=64, **options)
         self.ids = tokenizer(text).input_ids
 
-        def logits(step):
+        def logits(model, cache, step):
             places = step.batch.seq_lens.tolist()
             rows = torch.zeros(len(places), 256)
             for row, place in zip(rows, places, strict=True):
                 row[self.ids[place - 1]] = 9
             return rows
 
-        monkeypatch.setattr(self.engine, "_logits", logits)
+        monkeypatch.setattr("pagedkv.integrations.transformers.engine.last_logits", logits)
 
     def stream(self, **options):
         return "".join(self.engine.stream([1], len(self.ids), **options))

@@ -1,11 +1,14 @@
-"""Models that transformers shards over ranks: what a rank's cache holds, and which models are refused."""
+"""Models that transformers shards over ranks: tokens, caches and messages of the ranks; which models are refused."""
 
 import pytest
 from transformers.distributed import DistributedConfig
 
+from pagedkv.integrations.transformers import Engine
 from pagedkv.integrations.transformers.models import heads_divided_by, kv_shape, require_supported
+from pagedkv.integrations.transformers.ranks import join_ranks
 
 from .models import make_model
+from .rank_programs import BLOCKS, greedy_tokens, run
 
 
 def sharded(family, size, tp_plan=None, **sizes):
@@ -41,3 +44,82 @@ def test_a_rank_has_its_share_of_the_heads_that_the_plan_divides():
 def test_a_model_whose_heads_ranks_do_not_divide_evenly_is_refused(options, reason):
     with pytest.raises(ValueError, match=f"^LlamaForCausalLM {reason}: pagedkv cannot run it"):
         require_supported(sharded("Llama", **options))
+
+
+def test_without_torchrun_there_are_no_ranks():
+    with pytest.raises(ValueError, match=r"^torchrun starts ranks, and has not started this process: "), join_ranks():
+        pass
+    with pytest.raises(ValueError, match=r"^timeout must be positive"), join_ranks(timeout=0):
+        pass
+    with pytest.raises(RuntimeError, match=r"^only ranks other than 0 of a sharded model follow"):
+        Engine(make_model("Llama"), num_blocks=8).follow()
+
+
+# -- two ranks
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What both of two ranks found."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("ranks")
+    make_model("Llama").save_pretrained(folder)
+    return run("everything", folder)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The tokens of one process."""
+    return greedy_tokens(Engine(make_model("Llama"), num_blocks=BLOCKS))
+
+
+def test_ranks_that_are_called_with_the_same_generate_what_one_process_does(two, alone):
+    assert [found["same"] for found in two] == [alone, alone]
+
+
+def test_rank_0_generates_what_one_process_does_while_others_follow(two, alone):
+    assert two[0]["led"] == two[0]["led after aborts"] == alone
+
+
+def test_generate_with_a_paged_cache_on_ranks(two, alone):
+    assert [found["generated"] for found in two] == [alone, alone]
+
+
+def test_each_rank_keeps_its_share_of_the_kv_heads(two):
+    assert [found["kv_heads"] for found in two] == [1, 1]
+
+
+def test_all_ranks_have_as_many_blocks_as_the_smallest(two):
+    assert [(found["blocks"], found["cache blocks"]) for found in two] == [(BLOCKS - 1, BLOCKS)] * 2
+
+
+def test_draws_without_a_seed_are_the_same_on_all_ranks(two):
+    assert two[0]["drawn"] == two[1]["drawn"]
+    assert len(set(two[0]["drawn"])) > 8
+
+
+def test_a_stream_that_rank_0_drops_ends_on_all_ranks(two):
+    assert [found["after a stream is dropped"] for found in two] == [0, 0]
+
+
+def test_ranks_that_follow_are_told_of_aborts(two):
+    assert [found["used"] for found in two] == [0, 0]
+
+
+def test_engines_of_ranks_have_the_same_settings(two):
+    message = "ValueError: max_num_seqs must be the same on all ranks, got 4 on one and 5 on another"
+    assert [found["other setting"] for found in two] == [message, message]
+
+
+def test_a_rank_that_is_called_with_something_else_ends(two):
+    assert two[0]["other call"] == ""
+    assert two[1]["other call"].startswith(
+        "RuntimeError: rank 1 was called with add of request 2 since the last step, and rank 0 with nothing: "
+    )
+    assert two[1]["after another call"].startswith("RuntimeError: the Engine of rank 1 has ended: ")
+
+
+def test_rank_0_leads_and_does_not_follow(two):
+    assert two[0]["leader follows"].startswith("RuntimeError: only ranks other than 0 of a sharded model follow")
+
+
+def test_a_rank_that_was_let_go_takes_no_calls(two):
+    assert two[1]["closed"].startswith("RuntimeError: the Engine of rank 1 has ended: it was closed")
