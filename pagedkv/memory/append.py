@@ -105,6 +105,8 @@ class LastStep(NamedTuple):
         Whether all their tokens are known by their ids.
     tables : (num_lines, width) int32, or None
         The block tables, as wide as the longest sequence needs. The next step writes its new blocks into them.
+    released : bool
+        Whether the blocks that windows have passed at these lengths are released.
     """
 
     change: int
@@ -119,6 +121,7 @@ class LastStep(NamedTuple):
     full_columns: Int64Array
     is_known: bool
     tables: npt.NDArray[np.int32] | None
+    released: bool = False
 
     @classmethod
     def after(
@@ -142,7 +145,7 @@ class LastStep(NamedTuple):
         if len(lines) > len(rows):
             num_groups = len(lines) // len(rows)
             full = (np.arange(num_groups)[:, None] * len(rows) + full).reshape(-1)
-            columns = np.tile(columns, num_groups)
+            columns = np.concatenate([columns] * num_groups)
         at_end = full, lines.take(full), columns
         # The caller of append gets `slots` and may write to them.
         slots = slots.reshape(-1).copy()

@@ -103,15 +103,26 @@ class Chains:
         rows = np.arange(len(self.num_known))
         return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
 
-    def uncommitted(self, rows: Int64Array, blocks: Int32Array) -> tuple[Int64Array, Int64Array, Int64Array]:
+    def plan_pass(self, lines: Int64Array, first: Int64Array) -> list[Write]:
+        """Make the tokens of rows unknown whose chain ends here: a window has passed blocks before they were stored.
+
+        Parameters
+        ----------
+        lines, first : (num_lines,) int64
+            Lines of the table, group by group, and the first column that each of them keeps.
+        """
+        if self._groups.leader_is_full:
+            return []
+        rows, first = (x.reshape(self._num_groups, -1)[self._groups.leader] for x in (lines - self._first_line, first))
+        ends = first > np.maximum(self.num_found[rows] - 1, 0)
+        if not np.count_nonzero(ends):
+            return []
+        return [(self.num_known, rows[ends], self.num_found[rows[ends]] * self.cache.block_size)]
+
+    def uncommitted(self, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """The rows with full blocks that `commit` has yet to store, and from which column to which, exclusive."""
         first, full = self.num_found[rows], self.num_known[rows] // self.cache.block_size
-        more = full > first
-        if (
-            not self._groups.leader_is_full
-        ):  # behind blocks that a window has passed before they were stored, none is found
-            more &= blocks[rows + self._first_line, np.maximum(first - 1, 0)] != UNUSED
-        uncommitted = more.nonzero()[0]
+        uncommitted = (full > first).nonzero()[0]
         return rows[uncommitted], first[uncommitted], full[uncommitted]
 
     def plan_store(

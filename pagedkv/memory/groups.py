@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -141,12 +142,12 @@ class LayerGroups:
             _behind=behind,
         )
 
-    @property
+    @cached_property
     def has_windows(self) -> bool:
         """Whether a group has one."""
         return any(group.window is not None for group in self.groups)
 
-    @property
+    @cached_property
     def leader_is_full(self) -> bool:
         """Whether there is a group without a window."""
         return self.groups[self.leader].window is None

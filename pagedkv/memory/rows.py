@@ -119,7 +119,7 @@ class SequenceRows:
 
     def of_lines(self, of_rows: Int64Array) -> Int64Array:
         """For each of their lines what rows have."""
-        return of_rows if self.num_groups == 1 else np.tile(of_rows, self.num_groups)
+        return of_rows if self.num_groups == 1 else np.concatenate([of_rows] * self.num_groups)
 
     def by_group(self, of_lines: Any) -> Any:
         """An array of lines with an axis for the groups in front, if there are several."""
@@ -247,8 +247,8 @@ class SequenceRows:
         lines = self.lines_of(rows)
         blocks = new_blocks if not hit.num_columns else np.concatenate([hit.columns, new_blocks], axis=1)
         blocks = blocks.astype(np.int32).reshape(-1)
-        entries = spans(lines * table.shape[1], np.full(len(lines), num_columns))
-        writes = [*grown, (self.lens, rows, np.array([length])), (table.reshape(-1), entries, blocks)]
+        entries = np.add.outer(lines * table.shape[1], np.arange(num_columns)).reshape(-1)
+        writes = [*grown, (self.lens, int(rows[0]), length), (table.reshape(-1), entries, blocks)]
         if self.windows is not None and hit.num_columns:
             writes += self.windows.plan(lines, hit.first)
         return writes
@@ -340,7 +340,7 @@ class SequenceRows:
         if last_step is not None:
             seen = [(self._last_step, 0, LastStep(self.pool._num_changes[0] + 1, False, *last_step[2:]))]
         if last_step is None or last_step.uncommitted is None:
-            rows, first, full = self.chains.uncommitted(rows, self.blocks)
+            rows, first, full = self.chains.uncommitted(rows)
         elif last_step.uncommitted:
             num_full = len(last_step.full) // self.num_groups  # lines of the first group are rows
             rows, full = last_step.full_lines[:num_full], last_step.full_columns[:num_full]
@@ -361,6 +361,8 @@ class SequenceRows:
         if self.windows is None:
             return []
         last_step = self.last_step_of(rows)
+        if last_step is not None and last_step.released:
+            return []
         if last_step is None:
             at, lines, done = _IN_ORDER, self.lines_of(rows), self.lens[rows]
         else:  # a sequence passes blocks only at the end of one
@@ -369,15 +371,19 @@ class SequenceRows:
         before, after = self.windows.first[lines], self.windows.after(lines, done)
         counts = after - before
         if not np.count_nonzero(counts):
+            if last_step is not None:
+                self._last_step[0] = last_step._replace(released=True)
             return []
         entries = spans(lines * self.blocks.shape[1] + before, counts)
         empty = _EMPTY_ENTRY.repeat(len(entries))
         writes = self.pool._plan(dropped=self.entries.take(entries).astype(np.int64), passed=True)[1]
         writes += [(self.entries, entries, empty), *self.windows.plan(lines, after)]
+        if self.chains is not None and (ended := self.chains.plan_pass(lines, after)):
+            return [*writes, *ended]
         if last_step is not None:
             if (tables := last_step.tables) is not None:
                 writes.append((tables.reshape(-1), spans(at * tables.shape[1] + before, counts), empty))
-            writes.append((self._last_step, 0, last_step._replace(change=last_step.change + 1)))
+            writes.append((self._last_step, 0, last_step._replace(change=last_step.change + 1, released=True)))
         return writes
 
     def plan_fork(self, rows: Int64Array, parents: Int64Array, n: int) -> list[Write]:

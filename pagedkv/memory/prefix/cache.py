@@ -309,7 +309,7 @@ class PrefixCache:
                 if len(to_store):
                     is_new = to_store[in_order[at]] == kept
                     numbers[is_new] = serials[in_order[at[is_new]]]
-            held = self._holders.hold(own, kept, numbers, pack(digests), self._serials)
+            held = self._holders.hold(own, kept, numbers, pack(digests), self._serials, stored is None)
         events: list[Event] = []
         if self._listener is not None:
             stored = np.arange(len(blocks)) if stored is None else stored

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..groups import LayerGroups
-from ..ids import NO_BLOCKS, Int32Array, Int64Array
+from ..ids import NO_BLOCKS, Int64Array
 from .index import NO_BLOCK
 
 
@@ -20,10 +20,10 @@ class Hit(NamedTuple):
         Its length.
     num_columns : int
         Full blocks in it, those that windows have passed included.
-    columns : (num_groups, num_columns) int32
+    columns : (num_groups, num_columns) int64
         The blocks to share; NO_BLOCK before `first`.
     first : (num_groups,) int64
-        The first column that the query behind it sees.
+        The first column that the query behind it sees; empty without windows.
     blocks : (n,) int64
         All blocks of `columns`.
     copied : (num_groups,) int64
@@ -32,7 +32,7 @@ class Hit(NamedTuple):
 
     num_tokens: int
     num_columns: int
-    columns: Int32Array
+    columns: Int64Array
     first: Int64Array
     blocks: Int64Array
     copied: Int64Array
@@ -43,16 +43,16 @@ class Hit(NamedTuple):
 
         `found`, (num_groups, num_columns), has NO_BLOCK where a group lacks the block.
         """
-        first, num_columns = groups.seen_columns(num_tokens), found.shape[1]
+        num_columns = found.shape[1]
         if not groups.has_windows:
-            blocks = found.reshape(-1)
-            columns = found
+            first, blocks = NO_BLOCKS, found.reshape(-1)
         else:
+            first = groups.seen_columns(num_tokens)
             seen = np.arange(num_columns) >= first[:, None]
-            blocks, columns = found[seen], np.where(seen, found, NO_BLOCK)
-        if np.count_nonzero(blocks == NO_BLOCK):
+            blocks, found = found[seen], np.where(seen, found, NO_BLOCK)
+        if len(groups.groups) > 1 and np.count_nonzero(blocks == NO_BLOCK):
             return None
-        return cls(num_tokens, num_columns, columns.astype(np.int32), first, blocks, copied)
+        return cls(num_tokens, num_columns, found, first, blocks, copied)
 
     @classmethod
     def longest(cls, groups: LayerGroups, found: Int64Array) -> Hit:
@@ -60,8 +60,8 @@ class Hit(NamedTuple):
 
         A gap of a group ends the hits whose last query sees it; where the window has passed it, longer ones begin.
         """
-        num_columns, gaps = found.shape[1], found == NO_BLOCK
-        if np.count_nonzero(gaps):
+        num_columns = found.shape[1]
+        if len(groups.groups) > 1 and np.count_nonzero(gaps := found == NO_BLOCK):
             columns = np.arange(num_columns)
             last_gap = np.maximum.accumulate(np.where(gaps, columns, -1), axis=1)
             possible = (last_gap < groups.seen_columns((columns + 1) * groups.block_size)).all(axis=0)
@@ -73,4 +73,4 @@ class Hit(NamedTuple):
         return hit
 
 
-NO_HIT = Hit(0, 0, np.empty((0, 0), np.int32), NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+NO_HIT = Hit(0, 0, np.empty((0, 0), np.int64), NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)

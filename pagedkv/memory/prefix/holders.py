@@ -20,7 +20,7 @@ class Held(NamedTuple):
     Attributes
     ----------
     blocks : (num_groups, n) int64
-        The blocks that can be found for each block of the commit; NO_BLOCK where there is none.
+        The blocks that can be found for each block of the commit; negative where there is none.
     is_new : (num_groups, n) bool
         Which of them become findable; those of the leading group are not among them.
     kept, serials : (n,) int64
@@ -74,7 +74,13 @@ class Holders:
         return blocks
 
     def hold(
-        self, own: Int64Array, kept: Int64Array, numbers: Int64Array, digests: Digests, serials: Int64Array
+        self,
+        own: Int64Array,
+        kept: Int64Array,
+        numbers: Int64Array,
+        digests: Digests,
+        serials: Int64Array,
+        are_all_new: bool,
     ) -> Held:
         """Choose the block of each group that is found from now on: the one found already, or the first of the commit.
 
@@ -89,7 +95,13 @@ class Holders:
         digests : (n,) DIGEST
         serials : (num_blocks,) int64
             The serials of all blocks before the commit.
+        are_all_new : bool
+            Whether the blocks of the leading group are stored, each once.
         """
+        if are_all_new:  # most commits: each row keeps its own blocks
+            is_new = own >= 0
+            is_new[self._leader] = False
+            return Held(own, is_new, kept, numbers, digests)
         found = self.of(kept, serials)
         found[:, serials[kept] != numbers] = NO_BLOCK  # those that the commit makes findable have no holders yet
         candidates = np.where(found == NO_BLOCK, np.maximum(own, NO_BLOCK), found)
