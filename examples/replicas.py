@@ -46,6 +46,8 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]
         parser.error(
             f"argument --max-replicas: must be at least --min-replicas {args.min_replicas}, got {args.max_replicas}"
         )
+    if serve.parse(words).kv_events_config is not None:
+        parser.error("argument --kv-events-config: Ray's router reads texts, not events; leave it out")
     return args, words
 
 

@@ -19,7 +19,6 @@ import pytest
 from .serving import EXAMPLES, SIZES, ask
 
 import replicas  # isort: skip
-import serve  # isort: skip
 from server.replica import Replica, beginning  # isort: skip
 
 TENANTS = ("engine", "generate", "sampling", "serve", "tokenizer", "train", "transformer", "server/app")
@@ -58,10 +57,11 @@ def test_words_that_are_not_its_own_are_those_of_the_server(capsys):
     assert words == ["--num-blocks", "64"]
     for words, message in (
         (["--min-replicas", "3"], "--max-replicas: must be at least --min-replicas 3, got 2"),
+        (["--kv-events-config", '{"enable_kv_cache_events": true}'], "--kv-events-config: Ray's router reads texts"),
         (["--num-block", "x"], "--num-blocks: 'x' is not a whole number"),
     ):
         with pytest.raises(SystemExit):
-            serve.parse(replicas.parse(words)[1])
+            replicas.parse(words)
         assert message in capsys.readouterr().err
 
 
