@@ -210,14 +210,16 @@ def _open(
 
 
 def _of_rank(name: str, endpoint: str, rank: int) -> str:
-    """Add a rank to the port of an endpoint."""
+    """Add a rank to the port of an endpoint; ZeroMQ would take a port past the last one for another."""
     if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://")):
         raise ValueError(f"{name} must begin with tcp:// or ipc://, got {endpoint!r}")
-    if rank == 0:
-        return endpoint
     address, _, port = endpoint.rpartition(":")
     if not port.isdigit():
+        if rank == 0:
+            return endpoint
         raise ValueError(f"{name} must end in a port, to which data_parallel_rank is added, got {endpoint!r}")
+    if int(port) + rank > 65535:
+        raise ValueError(f"{name} must have a port of at most 65535 with data_parallel_rank = {rank}, got {endpoint!r}")
     return f"{address}:{int(port) + rank}"
 
 

@@ -361,6 +361,8 @@ def test_a_publisher_connects_to_a_subscriber_that_has_an_address():
         ({"endpoint": "5557"}, ValueError, "endpoint must begin with tcp:// or ipc://, got '5557'"),
         ({"replay_endpoint": "inproc://x"}, ValueError, "replay_endpoint must begin with tcp:// or ipc://"),
         ({"endpoint": LOCAL, "data_parallel_rank": 1}, ValueError, "endpoint must end in a port"),
+        ({"endpoint": "tcp://*:65536"}, ValueError, "endpoint must have a port of at most 65535"),
+        ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, ValueError, "with data_parallel_rank = 1, got"),
         ({"data_parallel_rank": -1}, ValueError, "data_parallel_rank must be at least 0"),
         ({"hwm": 0}, ValueError, "hwm must be at least 1"),
         ({"max_queue_size": 0}, ValueError, "max_queue_size must be at least 1"),
