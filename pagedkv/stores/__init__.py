@@ -2,7 +2,8 @@
 
 from .file import FileStore
 from .host import HostStore
+from .prefixes import StoredPrefixes
 from .store import BlockStore
 from .wire import Wire
 
-__all__ = ["BlockStore", "FileStore", "HostStore", "Wire"]
+__all__ = ["BlockStore", "FileStore", "HostStore", "StoredPrefixes", "Wire"]

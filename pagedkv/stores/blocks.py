@@ -40,16 +40,17 @@ class CacheBlocks:
     ----------
     cache : PagedKVCache
     wire : Wire
+    num_heads : int
+        KV heads of the cache.
     """
 
     def __init__(
         self, cache: PagedKVCache, model: str, *, first_head: int = 0, block_tokens: int = BLOCK_TOKENS
     ) -> None:
-        groups = getattr(cache, "groups", ())
-        if any(group.window is not None for group in groups):
+        if len(cache.groups) > 1 or cache.groups[0].window is not None:
             raise ValueError(
-                f"cache must have layers without windows, got groups {groups}: blocks behind a window are "
-                "released, so that a store would have sequences with gaps"
+                f"cache must have one group of layers, without a window, got {cache.groups}: it releases blocks that a "
+                "window has passed, and a store would have sequences with gaps"
             )
         self.cache, self._first_head = cache, as_int("first_head", first_head, maximum=2**16)
         options = cache._options[0]
@@ -57,10 +58,15 @@ class CacheBlocks:
         self._on_device = cache._arrays.on_device
         k_cache, v_cache = cache.k_caches[0], cache.v_caches[0]
         geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
-        self._num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
+        self.num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
         kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
         self.wire = Wire(model, len(cache.k_caches), self._head_dim, kind, block_tokens=block_tokens)
-        self._scales = [b""] * self._num_heads if kv_dtype is None else self._scales_of_heads()
+        self._scales = [b""] * self.num_heads if kv_dtype is None else self._scales_of_heads()
+
+    @property
+    def bytes_of_all_heads(self) -> int:
+        """Bytes of the wire blocks of all KV heads for the same tokens."""
+        return self.num_heads * self.wire.block_bytes
 
     def names(self, digest: bytes) -> list[Name]:
         """The names of a wire block in the cache's KV heads."""
@@ -82,7 +88,7 @@ class CacheBlocks:
             Of each wire block and KV head.
         blocks : list of memoryview
         """
-        size, num_blocks, num_heads = self.wire.block_tokens, len(digests), self._num_heads
+        size, num_blocks, num_heads = self.wire.block_tokens, len(digests), self.num_heads
         sealed = self.wire.empty(num_blocks * num_heads)
         payloads = bits(self.wire.payloads(sealed)).reshape(num_blocks, num_heads, *self.wire.payload_shape)
         padded = np.pad(slots, (0, num_blocks * size - len(slots)), mode="edge")
@@ -107,7 +113,7 @@ class CacheBlocks:
             if (whole := self.wire.opened(block, name)) is None:
                 break
             opened.append(whole)
-        return opened[: len(opened) // self._num_heads * self._num_heads]
+        return opened[: len(opened) // self.num_heads * self.num_heads]
 
     def write(self, slots: npt.NDArray[np.int64], skipped: int, opened: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Copy tokens into the cache.
@@ -121,7 +127,7 @@ class CacheBlocks:
         opened : sequence of array
             From `open`.
         """
-        size, num_heads = self.wire.block_tokens, self._num_heads
+        size, num_heads = self.wire.block_tokens, self.num_heads
         with self._on_host(slots, writes=True) as (layers, ids, offsets):
             for at in range(skipped // size, -(-(skipped + len(slots)) // size)):
                 heads = np.stack(opened[at * num_heads : (at + 1) * num_heads])
@@ -163,7 +169,7 @@ class CacheBlocks:
     def _scales_of_heads(self) -> list[bytes]:
         """The scales of each KV head in all layers, as bytes."""
         options = self.cache._options
-        scales = np.empty((self._num_heads, len(options), 2), "<f8")
+        scales = np.empty((self.num_heads, len(options), 2), "<f8")
         for layer, of_layer in enumerate(options):
             for i, name in enumerate(("k_scale", "v_scale")):
                 scale = to_host(of_layer[name])

@@ -19,7 +19,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128
-from .slots import Slots, room_for
+from .slots import Slots, room_for, sizes_of
 from .store import Buffer
 
 _MAGIC = b"pagedkv file of wire blocks, 1\n\0"
@@ -104,13 +104,13 @@ class FileStore:
         """Keep copies of blocks; see `BlockStore.put`."""
         with self._lock:
             self._require_open()
-            chosen, slots, evicted = self._slots.plan(keys, blocks)
+            chosen, slots, evicted = self._slots.plan(keys, sizes_of(blocks))
             self._slots.remove(evicted)
             # A put that failed half-way may have left entries in free slots, too.
             self._erase(slots)
             for i, slot in zip(chosen, slots, strict=True):
                 self._write(self._offset(slot), blocks[i])
-            sizes = [memoryview(blocks[i]).nbytes for i in chosen]
+            sizes = sizes_of([blocks[i] for i in chosen])
             for i, slot, size in zip(reversed(chosen), reversed(slots), reversed(sizes), strict=True):
                 self._age += 1
                 entry = _ENTRY.pack(keys[i], size, self._age)

@@ -7,7 +7,7 @@ from threading import Lock
 
 import numpy as np
 
-from .slots import Slots, room_for
+from .slots import Slots, room_for, sizes_of
 from .store import Buffer
 
 
@@ -55,14 +55,12 @@ class HostStore:
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         with self._lock:
-            chosen, slots, evicted = self._slots.plan(keys, blocks)
+            sizes = sizes_of(blocks)
+            chosen, slots, evicted = self._slots.plan(keys, sizes)
             self._slots.remove(evicted)
-            sizes = []
             for i, slot in zip(chosen, slots, strict=True):
-                block = np.frombuffer(blocks[i], np.uint8)
-                self._blocks[slot, : len(block)] = block
-                sizes.append(len(block))
-            self._slots.put([keys[i] for i in chosen], slots, sizes)
+                self._blocks[slot, : sizes[i]].data[:] = memoryview(blocks[i]).cast("B")
+            self._slots.put([keys[i] for i in chosen], slots, [sizes[i] for i in chosen])
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..extras import pip_install
 from ..memory.arguments import as_int
-from .slots import require_blocks
+from .slots import require_blocks, sizes_of
 from .store import Buffer
 
 _AT_ONCE = 2**22  # bytes of one command and its answer, about
@@ -65,7 +65,14 @@ class RedisStore:
     Raises
     ------
     ModuleNotFoundError
-        redis-py is not installed; the message names the extra that brings it. Methods raise its `RedisError`.
+        redis-py is not installed; the message names the extra that brings it. Methods raise its RedisError.
+
+    Examples
+    --------
+    >>> from contextlib import suppress
+    >>> from pagedkv.stores.redis import RedisStore
+    >>> with suppress(ModuleNotFoundError):  # where redis-py is not installed
+    ...     store = RedisStore("redis://localhost:6379/0", capacity=2**30)  # connects when it is first used
     """
 
     def __init__(self, url: str, capacity: int, *, prefix: str = "pagedkv", timeout: float = 1.0) -> None:
@@ -96,7 +103,7 @@ class RedisStore:
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
-        require_blocks(keys, blocks, self.capacity)
+        require_blocks(keys, sizes_of(blocks), self.capacity)
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
             pipeline.exists(self._prefix + key)

@@ -53,9 +53,9 @@ class Slots:
                 self._used.move_to_end(key)
         return found
 
-    def plan(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> Placement:
+    def plan(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Placement:
         """Decide where the blocks of new keys go; raises what `require_blocks` raises."""
-        require_blocks(keys, blocks, self.block_bytes)
+        require_blocks(keys, sizes, self.block_bytes)
         here = {key for key in keys if key in self._used}
         chosen = [i for i, key in enumerate(keys) if key not in here][: self.num_slots - len(here)]
         num_evicted = max(0, len(chosen) - len(self._free))
@@ -78,15 +78,20 @@ class Slots:
         return gone
 
 
-def require_blocks(keys: Sequence[bytes], blocks: Sequence[Buffer], most: int) -> None:
+def require_blocks(keys: Sequence[bytes], sizes: Sequence[int], most: int) -> None:
     """Raise ValueError unless there are as many different keys of 16 bytes as blocks of at most `most` bytes."""
-    if len({*keys}) != len(keys) or len(keys) != len(blocks):
-        raise ValueError(f"keys must be different, one for each of {len(blocks)} blocks, got {len({*keys})}")
-    for key, block in zip(keys, blocks, strict=True):
+    if len({*keys}) != len(keys) or len(keys) != len(sizes):
+        raise ValueError(f"keys must be different, one for each of {len(sizes)} blocks, got {len({*keys})}")
+    for key, size in zip(keys, sizes, strict=True):
         if len(key) != NUM_BYTES:
             raise ValueError(f"keys must have {NUM_BYTES} bytes, got {len(key)}")
-        if (size := memoryview(block).nbytes) > most:
+        if size > most:
             raise ValueError(f"blocks must have at most {most} bytes each, got {size}")
+
+
+def sizes_of(blocks: Sequence[Buffer]) -> list[int]:
+    """The bytes of each block."""
+    return [memoryview(block).nbytes for block in blocks]
 
 
 def room_for(places: Sequence[tuple[int, int] | None]) -> list[memoryview | None]:

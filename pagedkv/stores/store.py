@@ -12,9 +12,9 @@ Buffer = bytes | bytearray | memoryview
 class BlockStore(Protocol):
     """Keeps blocks of bytes under keys of 16 bytes, and drops the least recently used ones when it is full.
 
-    `pagedkv.stores` has stores in host memory, in a file, in Redis and in another process. A store of yours needs these
-    three methods. A store may lose blocks at any time; a block that it returns is checked by `Wire` before anything of
-    it reaches a cache. Methods may raise whatever they like, too: who uses a store computes again what it does not get.
+    `HostStore`, `FileStore` and `RedisStore` are such, and one of yours needs these three methods. A store may lose
+    blocks at any time, and its methods may raise whatever they like: what does not come is computed. Each block that
+    comes is checked before anything of it reaches a cache.
 
     Attributes
     ----------

@@ -4,23 +4,22 @@ A wire block holds the K and V of `block_tokens` successive tokens, of all layer
 sequence into wire blocks from its first token on, whatever its own block size, so caches may differ in block size, in
 layout, in array module, and in how many ranks share the KV heads.
 
-A block is a header of 128 bytes and the payload, in the byte order of x86 and Arm (little-endian):
+A block is a header and the payload, in the byte order of x86 and Arm (little-endian). The header has 128 bytes:
 
-| bytes | field |
-|---|---|
-| 8 | magic, ``b"pagedkv\\n"`` |
-| 2, 2 | version of this format, 1; kind of an element: its place in `KINDS` |
-| 4 each | num_layers, head_dim, block_tokens, KV head |
-| 8 | bytes of the payload |
-| 16 each | digest of the model, chained digest, key, checksum |
-| 12 | zeros |
+* the magic, ``b"pagedkv\\n"``, 8 bytes;
+* the version of this format, 1, and the kind of an element, its place in `KINDS`, 2 bytes each;
+* num_layers, head_dim, block_tokens and the KV head, 4 bytes each;
+* the bytes of the payload, 8 bytes;
+* the digest of the model, the chained digest, the key and the checksum, 16 bytes each;
+* zeros.
 
 The payload is (num_layers, 2, block_tokens, head_dim): of each layer K and then V, token by token. An fp8 cache stores
 its codes.
 
 The **chained digest** of a block names all tokens up to its last one, its salt and what it is made of. It is the
 BLAKE2b-128 of the digest before it and of the block's token ids (int32). The first one follows a root: BLAKE2b-128 of
-the version, the kind, the sizes, the salt's digest and the model's name.
+the version, the kind, the sizes, the salt's digest and the model's name. The last tokens of a text, if they do not fill
+a block, make a block of their own kind in the same way: its digest is of fewer ids, and zeros follow in its payload.
 
 The **key** of a block is the BLAKE2b-128 of its chained digest, of the number of its KV head in the model, and of the
 scales of that head in all layers (float64). So a key never names keys of another model, element type, salt or scale,
@@ -34,6 +33,7 @@ somebody who writes wrong blocks on purpose. Give a store only to those whom you
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from struct import Struct
 from typing import NamedTuple
 
@@ -98,10 +98,10 @@ class Wire:
         sizes = KINDS.index(kind), num_layers, head_dim, self.block_tokens
         self._model = blake2b_128(model.encode())
         self._head_of_header = MAGIC, VERSION, *sizes
-        self._root_of = lambda salt: blake2b_128(_ROOT.pack(VERSION, *sizes, salt) + self._model)
+        self._sizes_of_root = partial(_ROOT.pack, VERSION, *sizes)
 
     def digests(self, tokens: npt.NDArray[np.int32], salt: bytes) -> list[bytes]:
-        """The chained digests of the full wire blocks of a text.
+        """The chained digests of the wire blocks of a text, the last one for what is left.
 
         Parameters
         ----------
@@ -109,9 +109,13 @@ class Wire:
         salt : bytes
             The root digest of the salt.
         """
-        num_blocks = len(tokens) // self.block_tokens
-        rows = tokens[: num_blocks * self.block_tokens].astype("<i4", copy=False).reshape(num_blocks, -1)
-        return hash_chain(blake2b_128, self._root_of(salt), (row.tobytes() for row in rows))
+        ids, size = tokens.astype("<i4", copy=False), self.block_tokens
+        parts = (ids[i : i + size].tobytes() for i in range(0, len(ids), size))
+        return hash_chain(blake2b_128, self.root(salt), parts)
+
+    def root(self, salt: bytes) -> bytes:
+        """The digest of the model and of a salt's root digest, which the first block of a text follows."""
+        return blake2b_128(self._sizes_of_root(salt) + self._model)
 
     @staticmethod
     def name(digest: bytes, head: int, scales: bytes = b"") -> Name:

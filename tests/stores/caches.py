@@ -33,7 +33,7 @@ def contents(cache, slots, layout="NHD"):
     rows = []
     for caches, is_key in ((cache.k_caches, True), (cache.v_caches, False)):
         views = [as_tokens(bits(host_view(x)), layout, is_key=is_key) for x in caches]
-        rows.append([view[ids, offsets].reshape(len(slots), -1, DIM) for view in views])
+        rows.append([view[ids, offsets].reshape(len(slots), view.shape[2], DIM) for view in views])
     return np.array(rows).swapaxes(0, 1)
 
 

@@ -1,0 +1,258 @@
+"""StoredPrefixes: a prefix cache that finds in a store what its pool has evicted, or another process has computed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import to_host
+from ..cache import PagedKVCache
+from ..memory.prefix.digests import root_digest
+from ..memory.prefix.prompt import Added, ids_of
+from .blocks import CacheBlocks
+from .patient import PatientStore
+from .store import BlockStore
+from .wire import BLOCK_TOKENS
+
+_AT_ONCE = 2**24  # bytes that are asked for at a time, so that the next ones come while these are written
+_MOST_KNOWN = 2**16
+
+
+class StoredPrefixes:
+    """Copies blocks of a cache's prefixes to a store, and back.
+
+    Call `load` before `add`, and `store` once a prompt's blocks are committed. Other caches of the same model share
+    them, in this process or another, whatever their block size, layout and number of ranks.
+
+    A store that raises, gives no answer in time, or returns something wrong, has nothing: the prompt is computed. Calls
+    go to the store from two threads of this object. One thread at a time may call the object itself, as its cache.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+        With a prefix cache; its layers have no windows.
+    store : BlockStore
+    model : str
+        What K and V depend on besides tokens and salts: the name and the revision of the weights, and all that changes
+        them, such as another scaling of positions.
+    first_head : int
+        The number in the model of the cache's first KV head, where ranks share them.
+    block_tokens : int
+        Tokens of a wire block; the same in all caches that share.
+    timeout : float
+        Seconds that `load` waits for the store at most.
+    max_pending_bytes : int
+        Bytes that wait at most for the store to take them; what comes when there are more is not stored.
+
+    Attributes
+    ----------
+    num_loaded, num_stored, num_dropped : int
+        Tokens that came from the store, that were given to it, and that did not fit into `max_pending_bytes`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not as described here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import PagedKVCache
+    >>> from pagedkv.stores import HostStore, StoredPrefixes
+    >>> def make_cache():
+    ...     return PagedKVCache(num_layers=1, num_blocks=16, block_size=16, num_kv_heads=2, head_dim=8)
+    >>> store = HostStore(capacity=2**20, block_bytes=2**15)
+    >>> first, second = make_cache(), make_cache()
+    >>> prompt = list(range(200))
+    >>> seq, _ = first.add(prompt)
+    >>> k = v = np.ones((200, 2, 8), np.float32)
+    >>> first.write(0, k, v, first.slots(seq, 0, 200))
+    >>> first.commit([seq])
+    >>> with StoredPrefixes(first, store, "a model") as prefixes:
+    ...     prefixes.store(prompt)
+    192
+    >>> with StoredPrefixes(second, store, "a model") as prefixes:
+    ...     prefixes.load(prompt)
+    192
+    >>> second.add(prompt).num_cached
+    192
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        store: BlockStore,
+        model: str,
+        *,
+        first_head: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
+        timeout: float = 2.0,
+        max_pending_bytes: int = 2**28,
+    ) -> None:
+        if cache._rows.chains is None:
+            raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
+        self.cache, self._find = cache, cache._rows.chains.cache.find
+        self.blocks = CacheBlocks(cache, model, first_head=first_head, block_tokens=block_tokens)
+        self.patient = PatientStore(store, timeout, max_pending_bytes)
+        self.num_loaded = self.num_stored = self.num_dropped = 0
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # chained digests that the store was given or had
+
+    def __enter__(self) -> StoredPrefixes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def load(self, tokens: Any, salt: str | bytes | None = None) -> int:
+        """Copy from the store what the cache does not find of a prompt, so that `add` finds it.
+
+        The cache needs room for these tokens, as `add` does; else nothing is loaded. In `stats` it counts them as a
+        preempted request's.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `PagedKVCache.add`.
+
+        Returns
+        -------
+        int
+            How many of the tokens the cache finds now.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As in `add`.
+        """
+        ids, num_here = ids_of(tokens), self.cache.find(tokens, salt)
+        full = ids[: len(ids) // self.blocks.wire.block_tokens * self.blocks.wire.block_tokens]
+        if len(full) > num_here and self.cache.can_add(full, salt):
+            added = self.bring(full, salt, num_here)
+            if added is not None:
+                self.cache.free(added.seq)
+                return self.cache.find(tokens, salt)
+        return num_here
+
+    def bring(self, ids: npt.NDArray[np.int32], salt: str | bytes | None, num_here: int) -> Added | None:
+        """Start a sequence with all that the cache and the store have of a text, if the store has anything to add.
+
+        Parameters
+        ----------
+        ids : (num_tokens,) int32
+        salt : str, bytes or None
+        num_here : int
+            How many of the tokens the cache finds.
+
+        Returns
+        -------
+        Added or None
+            The sequence, and its length; None if the store has nothing.
+        """
+        size, added = self.blocks.wire.block_tokens, None
+        digests = self.blocks.wire.digests(ids, root_digest(salt))
+        try:
+            for first, opened in self._come(digests, num_here // size):
+                if added is None:
+                    added = self.cache.add_found(ids, salt, preempted=True)
+                seq, length = added
+                stop = min(len(ids), (first + len(opened) // self.blocks.num_heads) * size)
+                if stop <= length:
+                    continue
+                slots = to_host(self.cache.append([seq], stop - length, tokens=ids[length:stop]))
+                self.blocks.write(slots, length - first * size, opened)
+                added = Added(seq, stop)
+                self.num_loaded += stop - length
+            if added is not None:
+                self.cache.commit(added.seq)
+        except BaseException:
+            if added is not None:
+                self.cache.free(added.seq)
+            raise
+        return added
+
+    def store(self, tokens: Any, salt: str | bytes | None = None) -> int:
+        """Copy what the cache finds of a text, in full wire blocks, for the store to take in the background.
+
+        Parameters
+        ----------
+        tokens, salt
+            As in `PagedKVCache.add`: a prompt, or all tokens of a sequence, once they are committed.
+
+        Returns
+        -------
+        int
+            How many of the first tokens the store has or has been given.
+        """
+        ids, cache, size = ids_of(tokens), self.cache, self.blocks.wire.block_tokens
+        root = root_digest(salt)
+        found = self._find(ids, root)
+        digests = self.blocks.wire.digests(ids[: len(found) * cache.block_size // size * size], root)
+        slots = (found[:, None] * cache.block_size + np.arange(cache.block_size)).reshape(-1)
+        return self.give(slots, digests) * size
+
+    def give(self, slots: npt.NDArray[np.int64], digests: Sequence[bytes]) -> int:
+        """Copy tokens of wire blocks that the store does not have; returns how many of the blocks it then has."""
+        room, size = self.patient.room // self.blocks.bytes_of_all_heads, self.blocks.wire.block_tokens
+        missing = [i for i, digest in enumerate(digests) if digest not in self._known]
+        given = missing[: max(0, room)]
+        for some in _runs(given, max(1, _AT_ONCE // self.blocks.bytes_of_all_heads)):
+            new = digests[some.start : some.stop]
+            names, blocks = self.blocks.read(slots[some.start * size : some.stop * size], new)
+            self._know(new)
+            self.patient.put([name.key for name in names], blocks, partial(self._forget, new))
+        self.num_stored += len(given) * size
+        self.num_dropped += (len(missing) - len(given)) * size
+        return missing[len(given)] if len(given) < len(missing) else len(digests)
+
+    def flush(self) -> bool:
+        """Wait until the store has taken all blocks; whether it did before the time-out."""
+        return self.patient.flush()
+
+    def close(self) -> None:
+        """Wait as `flush` does, and end the threads. The store stays open."""
+        self.flush()
+        self.patient.close()
+
+    def _come(self, digests: Sequence[bytes], first: int) -> Iterator[tuple[int, list[npt.NDArray[np.uint8]]]]:
+        """Ask the store for wire blocks from one on; yields what has come, and which block is the first of it."""
+        deadline = self.patient.deadline()
+        at_once = max(1, _AT_ONCE // self.blocks.bytes_of_all_heads)
+        starts = range(first, len(digests), at_once)
+        names = [[name for digest in digests[i : i + at_once] for name in self.blocks.names(digest)] for i in starts]
+        asked = [self.patient.ask([name.key for name in some]) for some in names[:1]]
+        for i, some in zip(starts, names, strict=True):
+            found = self.patient.wait(asked.pop(), deadline)
+            if found and i + at_once < len(digests):
+                following = names[(i - first) // at_once + 1]
+                asked.append(self.patient.ask([name.key for name in following]))
+            opened = self.blocks.open(found, some)
+            whole = i + len(opened) // self.blocks.num_heads
+            self._know(digests[i:whole])
+            if opened:
+                yield i, opened
+            if len(opened) < len(some):
+                self._forget(digests[whole : i + at_once])
+                return
+
+    def _know(self, digests: Sequence[bytes]) -> None:
+        self._known |= dict.fromkeys(digests)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _forget(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._known.pop(digest, None)
+
+
+def _runs(numbers: Sequence[int], most: int) -> Iterator[range]:
+    """Group ascending numbers into runs of successive ones, of at most so many."""
+    for _, group in groupby(enumerate(numbers), lambda x: x[1] - x[0]):
+        run = [x[1] for x in group]
+        for i in range(0, len(run), most):
+            yield range(run[i], run[i : i + most][-1] + 1)
