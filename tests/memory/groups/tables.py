@@ -1,0 +1,78 @@
+"""What the groups of a cache hold, and an eviction that takes the blocks that a test names."""
+
+from itertools import count
+
+import numpy as np
+
+from pagedkv import PagedKVCache
+
+P = 4
+
+
+def make(*windows, num_blocks=100, **options):
+    """A cache with a layer for each window, in blocks of 4 tokens."""
+    return PagedKVCache(len(windows), num_blocks, P, 1, 8, windows=windows, **options)
+
+
+def tables(cache, seqs):
+    """The block tables of each group, (G, num_seqs, width), of a cache with one group, too."""
+    tables = cache.batch(seqs).block_tables
+    return tables if tables.ndim == 3 else tables[None]
+
+
+def columns(cache, seq):
+    """The columns that a sequence holds, for each group."""
+    return [np.flatnonzero(table[0] >= 0).tolist() for table in tables(cache, [seq])]
+
+
+def assert_sound(cache, seqs):
+    """Every invariant holds, and the tables of all sequences account for each reference; a block is in one group."""
+    cache.check()
+    held = tables(cache, seqs)
+    references = np.bincount(held[held >= 0], minlength=cache.pool.num_blocks)
+    assert references.tolist() == cache.pool.ref_counts.tolist()
+    of_groups = [set(table[table >= 0].tolist()) for table in held]
+    assert sum(map(len, of_groups)) == len(set().union(*of_groups))
+
+
+def shortest(cache, seq):
+    """The shortest length above 0 that a sequence can be cut to, which the errors for shorter ones name."""
+    messages = []
+    for length in count(1):
+        [copy] = cache.fork(seq)
+        try:
+            cache.truncate(copy, length)
+        except ValueError as error:
+            messages.append(str(error))
+        else:
+            break
+        finally:
+            cache.free(copy)
+    assert all(message.startswith(f"length must be 0 or at least {length}") for message in messages)
+    return length
+
+
+class Chosen:
+    """An `Eviction` that takes the blocks `first` before all others."""
+
+    def __init__(self, num_blocks):
+        self.first = ()
+        self._waiting = [()]
+
+    def plan_enter(self, blocks):
+        return [(self._waiting, 0, (*self._waiting[0], *blocks.tolist()))]
+
+    def plan_leave(self, blocks, num_evicted):
+        left = [block for block in self._waiting[0] if block not in blocks]
+        left.sort(key=lambda block: block not in self.first)
+        return np.array(left[:num_evicted], np.int64), [(self._waiting, 0, tuple(left[num_evicted:]))]
+
+    def check(self, blocks):
+        assert sorted(self._waiting[0]) == blocks.tolist()
+
+
+def evict(cache, blocks):
+    """Evict just these blocks, from a cache whose eviction is `Chosen`."""
+    cache.pool._prefix_cache.eviction.first = set(blocks.tolist())
+    stats = cache.stats()
+    cache.pool.release(cache.pool.allocate(stats.free - stats.cached + len(blocks)))
