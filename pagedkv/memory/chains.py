@@ -65,9 +65,15 @@ class Chains:
         return Hit.longest(self._groups, columns)
 
     def full_blocks(self, prompt: Prompt) -> Hit:
-        """The longest beginning of a prompt in full blocks that is found."""
+        """The longest beginning of a prompt in full blocks that is found, with all that finding it again takes."""
         assert prompt.tokens is not None
-        return Hit.longest(self._groups, self.cache.columns(self.cache.find(prompt.tokens, prompt.root)))
+        found = self.cache.columns(self.cache.find(prompt.tokens, prompt.root))
+        hit, leader = Hit.longest(self._groups, found), self._groups.leader
+        if not self._groups.leader_is_full and hit.num_columns:  # the chain from the root, though no query sees it
+            columns, first = hit.columns.copy(), hit.first.copy()
+            columns[leader], first[leader] = found[leader, : hit.num_columns], 0
+            hit = hit._replace(columns=columns, first=first, blocks=columns[columns != NO_BLOCK].astype(np.int64))
+        return hit
 
     def plan_start(self, row: int, num_known: int, hit: Hit, prompt: Prompt) -> list[Write]:
         """Start a sequence in a row."""

@@ -222,28 +222,6 @@ class LayerGroups:
         """The blocks of all groups that a sequence of this length holds while it decodes, one token a step."""
         return self.peak(num_tokens, 1, keep)
 
-    def to_come(self, num_computed: Any, num_tokens: Any, chunk: int, keep: int = 0) -> Counts:
-        """The most blocks of all groups that sequences take besides those they hold, until so many tokens are computed.
-
-        Parameters
-        ----------
-        num_computed, num_tokens : int, or array of int64
-            Tokens of each sequence that are computed now, and at the end.
-        chunk, keep : int
-            As in `peak`.
-
-        Returns
-        -------
-        array of int64
-        """
-        columns, after = (-(-np.asarray(n) // self.block_size) for n in (num_computed, num_tokens))
-        new = after - columns
-        if not self.has_windows:
-            return np.asarray(len(self.groups) * new)
-        held = columns - self.first_columns(num_computed, keep)
-        room = np.maximum(np.expand_dims(self._bounds(chunk, keep), tuple(range(1, held.ndim))) - held, 0)
-        return np.asarray(np.minimum(new, room).sum(axis=0))
-
     def longest(self, num_blocks: int, chunk: int = 1, keep: int = 0) -> int:
         """The most tokens for which `peak` is at most `num_blocks`; 2**63 - 1 if it is for all."""
         bounds = sorted(self._bounds(chunk, keep).tolist())

@@ -35,7 +35,7 @@ class Admission:
         self, cache: PagedKVCache, running: Running, waiting: Waiting, budget: int, max_num_seqs: int, watermark: int
     ) -> None:
         self._cache, self._running, self._waiting = cache, running, waiting
-        self.budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
+        self._budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
         self._last = [NO_HANDLE]
         self.num_preempted = 0
 
@@ -48,14 +48,14 @@ class Admission:
         """How many tokens of each running request go into a step: one of each, then more in their order."""
         more = self._running.num_uncomputed - 1
         before = np.cumsum(more) - more
-        return 1 + np.minimum(np.maximum(self.budget - len(more) - before, 0), more)
+        return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
 
     def make_room(self) -> bool:
         """Preempt the last requests until the others can go on; return whether any was preempted."""
         running, preempted = self._running, False
         while len(running):
-            lens, counts = running.num_computed[running.lanes], self.counts()
-            if self._num_taken(lens, lens + counts, int(counts.max())) <= self._cache.num_free:
+            lens = running.num_computed[running.lanes]
+            if self._num_blocks(lens + self.counts()) - self._num_blocks(lens) <= self._cache.num_free:
                 break
             self._preempt(running.requests[running.lanes[-1]])
             preempted = True
@@ -67,8 +67,8 @@ class Admission:
         num_uncomputed = int(running.num_uncomputed.sum())
         lens = running.lens[running.lanes]
         # Blocks that running requests still need for the tokens they have.
-        reserved = self._num_taken(running.num_computed[running.lanes], lens, self.budget)
-        while len(running) < self._max_num_seqs and num_uncomputed < self.budget:
+        reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
+        while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
             request = waiting.first()
             if request is None or self._is_being_computed(request):
                 return
@@ -77,12 +77,7 @@ class Admission:
             try:
                 preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
-                    request.tokens,
-                    request.salt,
-                    reserve=reserve,
-                    chunk=self.budget,
-                    preempted=preempted,
-                    last=self._last,
+                    request.tokens, request.salt, reserve=reserve, preempted=preempted, last=self._last
                 )
             except CapacityError as error:
                 if len(running):
@@ -98,7 +93,7 @@ class Admission:
             waiting.remove(request)
             num_tokens = len(request.tokens)
             num_uncomputed += num_tokens - num_cached
-            reserved += self._num_taken(num_cached, num_tokens, self.budget)
+            reserved += self._num_blocks(num_tokens) - self._num_blocks(num_cached)
 
     def stop(self, request: Request) -> None:
         """End the sequence of a running request."""
@@ -130,7 +125,6 @@ class Admission:
         shared = np.minimum(common, running.lens[lanes]) // size * size
         return bool((running.num_computed[lanes] < shared).any())
 
-    def _num_taken(self, num_computed: int | Int64Array, num_tokens: int | Int64Array, chunk: int) -> int:
-        """The most blocks that sequences take until so many of their tokens are computed, in chunks."""
-        cache = self._cache
-        return int(np.sum(cache.layer_groups.to_come(num_computed, num_tokens, chunk, cache.keep)))
+    def _num_blocks(self, lens: int | Int64Array) -> int:
+        """How many blocks sequences of these lengths need in all."""
+        return int(np.sum(-(-lens // self._cache.block_size)))
