@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .arrays import between_graphs
 from .commit import Write
 from .layouts import storage_dtype
+from .memory import starts
 from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
@@ -363,7 +364,7 @@ class PagedKVCache(Sequences):
     @consistent
     def find(self, tokens: Any, salt: str | bytes | None = None) -> int:
         """How many of these tokens `add` would find in the cache; nothing changes."""
-        return self._rows.share(known_prompt(tokens, salt)).num_tokens
+        return starts.find(self._rows, known_prompt(tokens, salt)).num_tokens
 
     @consistent
     def can_add(self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
@@ -371,7 +372,7 @@ class PagedKVCache(Sequences):
 
         Reserve one block for each running sequence, for example, so that all of them can go on decoding.
         """
-        return self._rows.can_add(prompt_of(tokens, salt), as_int("reserve", reserve))
+        return starts.can_add(self._rows, prompt_of(tokens, salt), as_int("reserve", reserve))
 
     @exclusive
     def pin(self, name: str, tokens: Any, salt: str | bytes | None = None) -> int:
@@ -402,7 +403,7 @@ class PagedKVCache(Sequences):
             raise TypeError(f"name must be a str, got {type(name).__name__}")
         if name in self._pins:
             raise ValueError(f"name must be a new one, got {name!r}, which is pinned: unpin it first")
-        seq, length, writes = self._rows.plan_pin(known_prompt(tokens, salt))
+        seq, length, writes = starts.plan_pin(self._rows, known_prompt(tokens, salt))
         self.pool._commit([*writes, (vars(self), "_pins", self._pins | {name: seq})])
         return length
 
@@ -571,7 +572,8 @@ class PagedKVCache(Sequences):
     ) -> Added:
         """Start a sequence with a prompt, or, if `reserve` is given, with what is found of it; see `add_found`."""
         rows = self._rows
-        plan = rows.plan_copying(self._layer_caches.read, rows.plan_add, prompt, reserve, chunk, preempted=preempted)
+        how: dict[str, Any] = {"reserve": reserve, "chunk": chunk, "preempted": preempted}
+        plan = rows.plan_copying(self._layer_caches.read, starts.plan_add, rows, prompt, **how)
         added = Added(plan.seq, plan.num_cached)
         if last is not None:
             plan.writes.append((last, 0, plan.seq))

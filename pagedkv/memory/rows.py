@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
 from ..commit import Write
-from .append import NO_COPIES, LastStep, pairs, plan_writable, require_one_each
+from .append import NO_COPIES, LastStep, plan_writable, require_one_each
 from .arguments import per_seq
 from .chains import Chains
 from .groups import LayerGroups
@@ -16,8 +16,6 @@ from .handles import Handles
 from .ids import NO_BLOCKS, UNUSED, Int32Array, Int64Array, joined, must_hold, owned_spans, spans
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
-from .prefix.hit import NO_HIT, Hit
-from .prefix.prompt import Prompt
 from .windows import Windows
 
 P = ParamSpec("P")
@@ -25,15 +23,6 @@ _EMPTY_ENTRY = np.array([UNUSED], np.int32)
 _IN_ORDER: Any = slice(None)
 _ENTRIES_PER_BLOCK = 4  # in a new table, all rows together
 _MIN_COLUMNS = 16
-
-
-class StartPlan(NamedTuple):
-    """How a sequence starts: its handle, how many of its tokens are found, the copies to make, and what to store."""
-
-    seq: int
-    num_cached: int
-    copies: Int64Array
-    writes: list[Write]
 
 
 class AppendPlan(NamedTuple):
@@ -44,7 +33,15 @@ class AppendPlan(NamedTuple):
     writes: list[Write]
 
 
-Plan = TypeVar("Plan", StartPlan, AppendPlan)
+class HasCopies(Protocol):
+    """A plan that copies blocks."""
+
+    @property
+    def copies(self) -> Int64Array:
+        """Source and destination of each copy, (m, 2)."""
+
+
+Plan = TypeVar("Plan", bound=HasCopies)
 
 
 class SequenceRows:
@@ -154,57 +151,6 @@ class SequenceRows:
             return None
         return last_step
 
-    def share(self, prompt: Prompt) -> Hit:
-        """As `Chains.share`; without a prefix cache nothing is found."""
-        return NO_HIT if self.chains is None else self.chains.share(prompt)
-
-    def can_add(self, prompt: Prompt, reserve: int) -> bool:
-        """Whether a sequence fits and leaves `reserve` blocks free."""
-        needed = self.num_taken(prompt.num_tokens, self.share(prompt)) + reserve
-        return prompt.num_tokens <= self.max_len and needed <= self.pool.num_free and self.handles.num_free > 0
-
-    def num_taken(self, num_tokens: int, hit: Hit, chunk: int | None = None) -> int:
-        """Free blocks that a sequence takes at the most: new ones, and found ones without references.
-
-        With `chunk` at most so many tokens are appended at a time, and blocks come back in between.
-        """
-        num_new = int(self.num_blocks(num_tokens)) - hit.num_columns
-        if chunk is None or self.windows is None:
-            num_taken = self.num_groups * num_new
-        else:
-            num_taken = int(np.minimum(num_new, self.groups.peaks(num_tokens, chunk, self.keep)).sum())
-        return num_taken + int(np.count_nonzero(self.pool._refs[hit.blocks] == 0))
-
-    def plan_add(
-        self, prompt: Prompt, reserve: int | None = None, chunk: int | None = None, *, preempted: bool = False
-    ) -> StartPlan:
-        """Start a sequence.
-
-        With `reserve` it starts with the found tokens alone, if there is room for all, appended in chunks, and that
-        many blocks to spare. A `preempted` request mostly finds its own tokens, so they are counted separately.
-        """
-        num_tokens = prompt.num_tokens
-        if num_tokens > self.max_len:
-            raise ValueError(f"num_tokens must be at most max_blocks * block_size = {self.max_len}, got {num_tokens}")
-        rows, [seq], writes = self.handles.plan_issue(1)
-        hit = self.share(prompt)
-        if reserve is not None:
-            self.pool._require(self.num_taken(num_tokens, hit, chunk) + reserve, self.pool.num_free)
-            num_tokens = hit.num_tokens
-        num_new = int(self.num_blocks(num_tokens)) - hit.num_columns
-        new_blocks, allocation = self.pool._plan(self.num_groups * num_new, gained=hit.blocks, num_seqs=1)
-        by_group = new_blocks.reshape(self.num_groups, num_new)
-        writes += [*allocation, *self.plan_row(rows, num_tokens, hit, by_group)]
-        if self.chains is not None:
-            tokens = prompt.tokens
-            if tokens is not None:
-                cache, found = self.chains.cache, hit.num_columns * self.block_size
-                writes += cache.plan_tokens(by_group[self.groups.leader], tokens[found:num_tokens])
-                writes += cache.plan_count(prompt.num_tokens, hit.num_tokens, preempted=preempted)
-            num_known = 0 if tokens is None else num_tokens
-            writes += self.chains.plan_start(int(rows[0]), num_known, hit, prompt)
-        return StartPlan(seq, hit.num_tokens, pairs(hit.copied, by_group[: len(hit.copied), :1].reshape(-1)), writes)
-
     def plan_copying(
         self, read: Callable[[Int64Array], object], plan: Callable[P, Plan], *args: P.args, **kwargs: P.kwargs
     ) -> Plan:
@@ -223,35 +169,6 @@ class SequenceRows:
                 return planned
             read(planned.copies)
             self.pool._commit(self.pool._plan(forgotten=findable)[1])
-
-    def plan_pin(self, prompt: Prompt) -> tuple[int, int, list[Write]]:
-        """Plan a sequence of the blocks that a prompt finds, and no others: its handle, its length and the writes."""
-        rows, [seq], writes = self.handles.plan_issue(1)
-        if self.chains is None or prompt.tokens is None:
-            raise ValueError("a pin keeps what can be found, and a cache with prefix_cache=False finds nothing")
-        hit = self.chains.full_blocks(prompt)
-        if not hit.num_columns:
-            raise ValueError(
-                f"tokens must begin with a full block of {self.block_size} that can be found: commit a sequence with "
-                f"them first, got {len(prompt.tokens)} tokens"
-            )
-        writes += self.pool._plan(gained=hit.blocks, num_seqs=1)[1]
-        writes += self.plan_row(rows, hit.num_tokens, hit, NO_BLOCKS.reshape(self.num_groups, 0))
-        writes += self.chains.plan_start(int(rows[0]), hit.num_tokens, hit, prompt)
-        return seq, hit.num_tokens, writes
-
-    def plan_row(self, rows: Int64Array, length: int, hit: Hit, new_blocks: Int64Array) -> list[Write]:
-        """Give a free row its length, the blocks that are found, and new ones, (num_groups, n), behind them."""
-        num_columns = hit.num_columns + new_blocks.shape[1]
-        table, grown = self.with_columns(num_columns)
-        lines = self.lines_of(rows)
-        blocks = new_blocks if not hit.num_columns else np.concatenate([hit.columns, new_blocks], axis=1)
-        blocks = blocks.astype(np.int32).reshape(-1)
-        entries = np.add.outer(lines * table.shape[1], np.arange(num_columns)).reshape(-1)
-        writes = [*grown, (self.lens, int(rows[0]), length), (table.reshape(-1), entries, blocks)]
-        if self.windows is not None and hit.num_columns:
-            writes += self.windows.plan(lines, hit.first)
-        return writes
 
     def with_columns(self, num_columns: int) -> tuple[Int32Array, list[Write]]:
         """A table with at least num_columns columns, and what to store if it is a wider one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from . import starts
 from .arguments import as_int
 from .guard import consistent, exclusive
 from .ids import Int64Array
@@ -102,7 +103,7 @@ class SequenceTable(Sequences):
         OutOfBlocksError
             Too few blocks are free.
         """
-        plan = self._rows.plan_add(Prompt(as_int("num_tokens", num_tokens)))
+        plan = starts.plan_add(self._rows, Prompt(as_int("num_tokens", num_tokens)))
         self.pool._commit(plan.writes)
         return plan.seq
 
@@ -143,4 +144,4 @@ class SequenceTable(Sequences):
     def can_add(self, num_tokens: int, *, reserve: int = 0) -> bool:
         """Whether `add` has room for a sequence and leaves `reserve` blocks free."""
         prompt = Prompt(as_int("num_tokens", num_tokens))
-        return self._rows.can_add(prompt, as_int("reserve", reserve))
+        return starts.can_add(self._rows, prompt, as_int("reserve", reserve))
