@@ -24,7 +24,7 @@ Manager = BlockPool | SequenceTable | PagedKVCache
 
 PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU, Holders, Windows)
 NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
-NO_STATE |= {"groups", "_groups", "_same_as"}
+NO_STATE |= {"groups", "_groups", "layer_groups", "_same_as"}
 NO_STATE |= {"_layer_caches"}  # what k_caches and v_caches are views of
 NO_STATE |= {"_known", "_last_step", "_num_changes"}  # what follows from other state, and how often that has changed
 
