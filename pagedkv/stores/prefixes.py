@@ -130,9 +130,9 @@ class StoredPrefixes:
         TypeError, ValueError
             As in `add`.
         """
-        ids, num_here = ids_of(tokens), self.cache.find(tokens, salt)
+        ids, num_here, size = ids_of(tokens), self.cache.find(tokens, salt), self.cache.block_size
         full = ids[: len(ids) // self.blocks.wire.block_tokens * self.blocks.wire.block_tokens]
-        if len(full) > num_here and self.cache.can_add(full, salt):
+        if len(full) // size * size > num_here and self.cache.can_add(full, salt):
             added = self.bring(full, salt, num_here)
             if added is not None:
                 self.cache.free(added.seq)

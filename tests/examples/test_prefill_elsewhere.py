@@ -1,0 +1,29 @@
+"""A prompt that one process computes and another goes on from."""
+
+import re
+import subprocess
+import sys
+
+from .test_examples import EXAMPLES
+
+
+def run(*args):
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "prefill_elsewhere.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_two_processes_generate_what_one_does(tmp_path):
+    done = run("--store", tmp_path / "blocks", "--max-new-tokens", 20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^prefill: 0 tokens loaded, 236 computed, 224 in the store$", done.stdout, re.MULTILINE)
+    assert re.search(r"^decode: 224 tokens loaded in [\d.]+ ms, 12 computed$", done.stdout, re.MULTILINE)
+    assert done.stdout.endswith("check: 20 tokens equal those of one process\n")
+
+
+def test_a_store_that_is_none_is_refused(tmp_path):
+    (tmp_path / "text").write_text("not a store")
+    done = run("--store", tmp_path / "text", "--only", "prefill")
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"prefill_elsewhere.py: path must be a file that a FileStore made, or none yet, got {tmp_path / 'text'}\n"
+    )
