@@ -4,6 +4,7 @@
     python examples/serve.py
     curl -N http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main(", "max_tokens": 60, "stream": true}'
     python examples/serve.py --model Qwen/Qwen3-0.6B      (needs the extra transformers, too)
+    torchrun --nproc-per-node 2 examples/serve.py --model Qwen/Qwen3-0.6B      (on two ranks; the extra tensor-parallel)
 
 It serves `/v1/completions` and `/v1/chat/completions`, streamed or whole; `/v1/models`; `/health`; `/metrics` for
 Prometheus; and `/`, a live picture of the pool. Requests share common prefixes, run together, and are computed by one
@@ -33,6 +34,7 @@ from generate import number
 from server.admission import Admission
 from server.app import Server
 from server.connections import at_most, room_for_connections
+from server.ranks import follow, joined, release
 from server.small import small
 from server.worker import Worker
 from transformer import WEIGHTS
@@ -68,6 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
     add("--kv-events-config", type=kv_events_config, metavar="JSON", help="publish KV events, as vLLM does with it")
+    add("--rank-timeout", type=number(float, 1), default=600, metavar="S", help="seconds for which ranks wait for one")
     args = parser.parse_args(words)
     if args.context is not None and args.context < args.block_size:
         parser.error(
@@ -187,11 +190,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 def main() -> int:
     args = parse()
-    listener = listen(args.host, args.port)  # before a model is loaded
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("pagedkv").setLevel(logging.INFO)
-    with publisher(args) as events:
-        return run(args, listener, events)
+    with joined(args.model, args.rank_timeout) as rank:
+        if rank > 0:
+            return follow(build(args).worker.engine)
+        listener = listen(args.host, args.port)  # before a model is loaded
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        logging.getLogger("pagedkv").setLevel(logging.INFO)
+        with publisher(args) as events:
+            return run(args, listener, events)
 
 
 def run(args: argparse.Namespace, listener: socket.socket, events: Any) -> int:
@@ -208,7 +214,7 @@ def run(args: argparse.Namespace, listener: socket.socket, events: Any) -> int:
     over_http = OverHttp(server, room)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it again after closing everything
         over_http.run(sockets=[listener])
-    return int(over_http.has_failed)
+    return max(int(over_http.has_failed), release(server.worker.engine))
 
 
 if __name__ == "__main__":

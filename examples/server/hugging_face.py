@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 from pagedkv.integrations.transformers import Engine
 from pagedkv.integrations.transformers.text import TextDecoder
@@ -61,10 +62,17 @@ def announce(name: str) -> None:
 def hugging_face(
     name: str, context: int | None, pool: dict[str, Any], **options: Any
 ) -> tuple[Engine, HuggingFaceText]:
-    """Load a model by name or folder, on the GPU if there is one: its engine and its text conversion."""
+    """Load a model by name or folder, on the GPU if there is one: its engine and its text conversion.
+
+    Each rank that torchrun has started loads its part of the model.
+    """
     announce(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval().to(device)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        sharding = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", distributed_config=sharding)
+    else:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
     if context is not None:
         options["max_seq_len"] = context // pool["block_size"] * pool["block_size"]
     return Engine(model, **pool, **options), HuggingFaceText(AutoTokenizer.from_pretrained(name))

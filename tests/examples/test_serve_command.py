@@ -174,3 +174,10 @@ def test_a_request_to_a_hub_is_announced(monkeypatch, capsys):
         SystemExit, match=r"^there is no folder nosuch: asking huggingface\.co for a model of this name"
     ):
         serve.build(serve.parse(["--model", "nosuch"]))
+
+
+def test_the_small_model_runs_on_one_rank(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["serve.py"])
+    with pytest.raises(SystemExit, match=r"^the small model runs on one rank: give torchrun's ranks a --model of "):
+        serve.main()

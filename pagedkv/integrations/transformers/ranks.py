@@ -20,7 +20,7 @@ _ANY_TIME = timedelta(days=365)
 
 
 @contextmanager
-def join_ranks(timeout: float = 60.0) -> Iterator[int]:
+def join_ranks(timeout: float = 600.0) -> Iterator[int]:
     """Join the processes that torchrun has started, until the end of a ``with`` block.
 
     Load the model, and make and call its Engine, in the block. However the block ends, this rank leaves the others in
@@ -29,8 +29,8 @@ def join_ranks(timeout: float = 60.0) -> Iterator[int]:
     Parameters
     ----------
     timeout : float
-        Seconds after which ranks that wait for one that does not answer raise RuntimeError, also while weights are
-        loaded. They learn at once of one that has died.
+        Seconds after which ranks that wait for one that does not answer raise RuntimeError; also for one that takes
+        longer to load its weights. They learn at once of one that has died.
 
     Yields
     ------
