@@ -64,8 +64,9 @@ class Sequences(Guarded):
         self.max_seqs = max_seqs
         self.max_blocks = max_blocks
         self._guard = pool._guard
-        groups = LayerGroups.of(None, 1, block_size) if groups is None else groups
-        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache, groups, keep)
+        self.layer_groups = LayerGroups.of(None, 1, block_size) if groups is None else groups
+        self.keep = keep
+        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache, self.layer_groups, keep)
 
     @property
     def groups(self) -> tuple[Group, ...]:

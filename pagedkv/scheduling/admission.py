@@ -35,7 +35,7 @@ class Admission:
         self, cache: PagedKVCache, running: Running, waiting: Waiting, budget: int, max_num_seqs: int, watermark: int
     ) -> None:
         self._cache, self._running, self._waiting = cache, running, waiting
-        self._budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
+        self.budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
         self._last = [NO_HANDLE]
         self.num_preempted = 0
 
@@ -48,7 +48,7 @@ class Admission:
         """How many tokens of each running request go into a step: one of each, then more in their order."""
         more = self._running.num_uncomputed - 1
         before = np.cumsum(more) - more
-        return 1 + np.minimum(np.maximum(self._budget - len(more) - before, 0), more)
+        return 1 + np.minimum(np.maximum(self.budget - len(more) - before, 0), more)
 
     def make_room(self) -> bool:
         """Preempt the last requests until the others can go on; return whether any was preempted."""
@@ -66,9 +66,9 @@ class Admission:
         running, waiting = self._running, self._waiting
         num_uncomputed = int(running.num_uncomputed.sum())
         lens = running.lens[running.lanes]
-        # Blocks that running requests still need for the tokens they have.
+        # Blocks that running requests still need for the tokens they have: less than a step's, in which none come back.
         reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
-        while len(running) < self._max_num_seqs and num_uncomputed < self._budget:
+        while len(running) < self._max_num_seqs and num_uncomputed < self.budget:
             request = waiting.first()
             if request is None or self._is_being_computed(request):
                 return
@@ -77,7 +77,12 @@ class Admission:
             try:
                 preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
-                    request.tokens, request.salt, reserve=reserve, preempted=preempted, last=self._last
+                    request.tokens,
+                    request.salt,
+                    reserve=reserve,
+                    chunk=self.budget,
+                    preempted=preempted,
+                    last=self._last,
                 )
             except CapacityError as error:
                 if len(running):
@@ -126,5 +131,5 @@ class Admission:
         return bool((running.num_computed[lanes] < shared).any())
 
     def _num_blocks(self, lens: int | Int64Array) -> int:
-        """How many blocks sequences of these lengths need in all."""
-        return int(np.sum(-(-lens // self._cache.block_size)))
+        """How many columns the block tables of sequences of these lengths have in all groups of layers."""
+        return len(self._cache.groups) * int(np.sum(-(-lens // self._cache.block_size)))

@@ -410,12 +410,14 @@ class Scheduler:
 
     def _require_fit(self, num_tokens: int, max_tokens: int) -> None:
         cache = self._cache
-        most = min(cache.max_seq_len, cache.pool.num_blocks * cache.block_size)
+        budget, groups = self._admission.budget, cache.layer_groups
+        most = min(cache.max_seq_len, groups.longest(cache.pool.num_blocks, budget, cache.keep))
         # The last token that is generated is not computed.
         if num_tokens + max_tokens - 1 > most:
+            remedy = f", or max_num_batched_tokens = {budget} smaller" if groups.has_windows else ""
             raise ValueError(
                 f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
-                f"max_tokens, shorten the prompt, or make the cache larger"
+                f"max_tokens, shorten the prompt, or make the cache larger{remedy}"
             )
 
     def _finish(self, lane: int, reason: str) -> Finished:

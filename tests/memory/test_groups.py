@@ -1,11 +1,14 @@
 """Groups of layers: which there are, and how many blocks a sequence needs in them."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from pagedkv.memory.groups import Group, LayerGroups
 
 P = 4
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "which-models.md"
 # By hand: model, (layers without a window, with one), window, S, (groups of the former, of the latter), padding layers.
 MODELS = [
     ("Gemma 2 9B", (21, 21), 4096, 21, (1, 1), 0),
@@ -42,6 +45,21 @@ def test_the_groups_of_models(model, counts, window, size, num_groups, padding):
     assert layers.group_size == size
     assert (of_windows.count(None), of_windows.count(window)) == num_groups
     assert layers.num_padding == padding
+
+
+@pytest.mark.parametrize(("model", "counts", "window", "size"), [case[:4] for case in MODELS], ids=lambda x: str(x))
+def test_the_docs_say_what_windows_save(model, counts, window, size):
+    full, windowed = counts
+    layers = LayerGroups.of([None] * full + [window] * windowed, full + windowed, 16)
+    parts = [size * layers.held(n) / (sum(counts) * n // 16) for n in (8192, 32768)]
+    [row] = [row for row in PAGE.read_text().splitlines() if row.startswith(f"| {model} |")]
+    cells = row.split("|")[2:-1]
+    assert cells[0].split()[0].strip(",") == str(sum(counts))
+    assert [cell.strip() for cell in cells[1:]] == [
+        f"{windowed} of {window:,}",
+        f"{len(layers.groups)} of {size}",
+        *(f"{part:.0%}" for part in parts),
+    ]
 
 
 def test_groups_of_a_forced_size():

@@ -15,8 +15,8 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler: a step exceeds the token budget",
-        "np.maximum(self._budget - len(more) - before, 0)",
-        "np.maximum(self._budget - before, 0)",
+        "np.maximum(self.budget - len(more) - before, 0)",
+        "np.maximum(self.budget - before, 0)",
         MACHINE,
     ),
     Mutant(

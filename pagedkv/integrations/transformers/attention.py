@@ -59,7 +59,7 @@ class CachedPass:
     ----------
     cache : PagedKVCache
         A cache of torch tensors on the model's device, with as many layers as the model.
-    slots : (num_tokens,) int64 tensor
+    slots : (num_tokens,) or (num_groups, num_tokens) int64 tensor
         Where the new K and V go, from `PagedKVCache.append` or `PagedKVCache.slots`; negative for padding.
     batch : Batch
         From `PagedKVCache.batch`, with the number of new tokens of each sequence as query_lens.
@@ -99,9 +99,15 @@ class CachedPass:
     def _slots(self) -> Any:
         return host_view(self.slots)  # once for all layers
 
+    @cached_property
+    def _writing(self) -> set[int]:
+        """The layers with K and V of their own; others read those of an earlier layer."""
+        return {layer for group in self.cache.groups for layer in group.layers}
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.cache.write(layer, k, v, self._slots)
+        if layer in self._writing:
+            self.cache.write(layer, k, v, self._slots)
         if self.rows is None:
             return self.cache.attend(layer, q, self.batch, **options)
         out = torch.zeros_like(q)

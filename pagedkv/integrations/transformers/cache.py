@@ -17,7 +17,7 @@ from ...cache import PagedKVCache
 from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
-from .models import kv_shape, num_ranks, require_supported, uncompiled
+from .models import kv_shape, kv_windows, num_ranks, require_supported, uncompiled
 
 _FROM_MASK = (
     "generate makes them from attention_mask, which must have a column for each token, those in the cache too; call "
@@ -38,7 +38,8 @@ def require_options(kind: type, options: Collection[str]) -> None:
 def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: int, **options: Any) -> PagedKVCache:
     """Make a PagedKVCache for a model; if ranks share the model, of as many blocks as each of them has room for."""
     num_layers, num_kv_heads, head_dim = kv_shape(model)
-    options = {"dtype": model.dtype, "array_module": torch, "device": model.device} | options
+    where = {"dtype": model.dtype, "array_module": torch, "device": model.device}
+    options = where | kv_windows(model)._asdict() | options
     sizes: Any = num_layers, num_blocks, block_size, num_kv_heads, head_dim
     made = PagedKVCache(*sizes, **options)
     if num_ranks(model) > 1:
@@ -67,7 +68,8 @@ class PagedCache(Cache):
     block_size : int
         P, tokens per block.
     **options
-        `memory`, `kv_dtype`, `max_seqs` (rows, beams included) and others of :class:`~pagedkv.PagedKVCache`.
+        `memory`, `kv_dtype`, `max_seqs` (rows, beams included) and others of :class:`~pagedkv.PagedKVCache`. The
+        windows of the layers are those of the model.
 
     Attributes
     ----------
@@ -106,6 +108,7 @@ class PagedCache(Cache):
         require_options(type(self), options)
         require_supported(uncompiled(model))
         self._made_for = num_layers, *_ = *kv_shape(model), model.dtype
+        self._windows = kv_windows(model)
         self.kv = make_kv_cache(model, num_blocks, block_size, **{"prefix_cache": False} | options)
         self.seqs: list[int] = []
         # Lengths of a row with padding, as transformers counts them: models ask for it before their first layer.
@@ -129,11 +132,12 @@ class PagedCache(Cache):
                 raise ValueError("this PagedCache has tokens of another model: call reset(), or make one of its own")
             return
         self._filled_by = weakref.ref(model)
+        name, remedy = type(model).__name__, "each model needs a PagedCache(model, ...) of its own"
         if (asks := (*kv_shape(model), model.dtype)) != self._made_for:
-            raise ValueError(
-                f"this PagedCache is for (layers, KV heads, head_dim, dtype) = {self._made_for}, and "
-                f"{type(model).__name__} has {asks}: each model needs a PagedCache(model, ...) of its own"
-            )
+            made_for = f"(layers, KV heads, head_dim, dtype) = {self._made_for}"
+            raise ValueError(f"this PagedCache is for {made_for}, and {name} has {asks}: {remedy}")
+        if kv_windows(model) != self._windows:
+            raise ValueError(f"this PagedCache is for layers of other windows than {name} has: {remedy}")
 
     def require_positions(
         self, position_ids: torch.Tensor | None, num_rows: int, length: int, attention_mask: torch.Tensor | None
@@ -221,7 +225,8 @@ class PagedCache(Cache):
         if is_token is None:
             return CachedPass(self.kv, slots, batch)
         rows = is_token.nonzero()[:, 0]
-        slots = torch.full_like(is_token, -1, dtype=slots.dtype).index_copy(0, rows, slots)
+        of_all = slots.new_full((*slots.shape[:-1], len(is_token)), -1)
+        slots = of_all.index_copy(-1, rows, slots)
         return CachedPass(self.kv, slots, batch, rows)
 
     def _read_mask(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:

@@ -87,7 +87,8 @@ class Engine:
     eos_token_id : int, sequence of int, or None
         Tokens that end a text; by default those of the model's generation_config.
     **options
-        Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ...
+        Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ... The windows
+        of the layers are those of the model.
 
     Attributes
     ----------

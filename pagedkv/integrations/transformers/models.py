@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-from ...layer_windows import LAYER_TYPES
+from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
@@ -52,6 +52,12 @@ def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     config = text_config(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, _num_kv_heads(config) // heads_divided_by(model), head_dim
+
+
+def kv_windows(model: PreTrainedModel) -> LayerWindows:
+    """Which tokens the layers of a supported model see, and which of them have no K and V of their own."""
+    config = text_config(model)
+    return layer_windows(config.to_dict(), config.num_hidden_layers)
 
 
 def heads_divided_by(model: PreTrainedModel) -> int:
@@ -143,7 +149,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "has a sliding window that its layers do not ask attention for"
     if config.model_type == "diffllama":
         return "attends twice in each layer, to two parts of its values"
-    if getattr(config, "num_kv_shared_layers", 0):
+    # Of these, Gemma 3n alone hands the keys and values of another layer to attention.
+    if getattr(config, "num_kv_shared_layers", 0) and config.model_type != "gemma3n_text":
         return "has layers that read the keys and values of other layers"
     if config.model_type in _ATTEND_ON_THEIR_OWN or not (
         model._can_set_attn_implementation() or config.model_type == "bloom"

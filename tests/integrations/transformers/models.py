@@ -30,6 +30,14 @@ FAMILIES = {
     "Qwen3": {},
     "Gemma2": {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0},
     "Gemma3": {"sliding_window": WINDOW, "num_hidden_layers": 3, "layer_types": ALTERNATING},
+    "Gemma3n": {
+        "sliding_window": WINDOW,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+    },
     "GptOss": {
         "sliding_window": WINDOW,
         "num_local_experts": 4,

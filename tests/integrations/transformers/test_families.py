@@ -24,7 +24,7 @@ def test_each_family_generates_what_eager_attention_does(family, device):
     assert len({token for said in expected for token in said}) > 6
     if family != "Bloom":  # transformers' continuous batching does not take it
         assert greedy_batch(model, texts, 6) == expected
-    cache = PagedCache(model, num_blocks=16)
+    cache = PagedCache(model, num_blocks=48)
     assert greedy(model, texts, 6, past_key_values=cache) == expected
     cache.reset()
     exact, bound = error_bound(eager_model(family), texts[1])

@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from pagedkv.layer_windows import layer_windows
 
-from .models import FAMILIES, VOCAB, make_model
+from .models import FAMILIES, make_model
 
 SOME = {"num_hidden_layers": 4, "sliding_window": 24}
 EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
@@ -19,8 +19,6 @@ OTHERS = {
         "layer_types": None,
         "num_hidden_layers": 10,
         "num_kv_shared_layers": 3,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB,
     },
     "Ministral": {},
     "Mixtral": EXPERTS,
