@@ -305,7 +305,7 @@ class PagedKVCache(Sequences):
     def append(self, seqs: Any, n: Any = 1, tokens: Any = None) -> Any:
         """Add n tokens to the end of each sequence, and copy shared blocks that they would be written to.
 
-        Blocks that windows have passed before the new tokens come back first, even if the call fails then.
+        Blocks that windows have passed before the new tokens come back first, even if too few are free then.
 
         Parameters
         ----------
@@ -332,7 +332,7 @@ class PagedKVCache(Sequences):
             The current stream of the device is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
-        self._release_passed(seqs)
+        self._release_passed(seqs, n, ids)
         plan = self._rows.plan_copying(self._layer_caches.read, self._rows.plan_append, seqs, n, ids)
         self._layer_caches.copy(plan.copies)
         slots = self._arrays.asarray(plan.slots)

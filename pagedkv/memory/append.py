@@ -71,12 +71,12 @@ def pairs(sources: Int64Array, destinations: Int64Array) -> Int64Array:
     return np.concatenate([sources, destinations]).reshape(2, -1).T.copy()
 
 
-def require_one_each(tokens: Int32Array | None, slots: Int64Array) -> None:
-    """Raise ValueError unless there is a token for each slot of a group, or none are given."""
-    if tokens is not None and len(tokens) != slots.shape[-1]:
+def require_one_each(tokens: Int32Array | None, num_new: int) -> None:
+    """Raise ValueError unless there are as many tokens as new slots, or none are given."""
+    if tokens is not None and len(tokens) != num_new:
         raise ValueError(
-            f"tokens must have shape (num_new_tokens,) = ({slots.shape[-1]},), got {tokens.shape}: n says how many "
-            f"each sequence gets, one if it is not given"
+            f"tokens must have shape (num_new_tokens,) = ({num_new},), got {tokens.shape}: n says how many each "
+            f"sequence gets, one if it is not given"
         )
 
 

@@ -179,6 +179,27 @@ class SequenceRows:
         wide[:, :before] = self.blocks
         return wide, [(vars(self), "blocks", wide)]
 
+    def lens_after(self, rows: Int64Array, n: Any, tokens: Int32Array | None) -> tuple[Any, Int64Array]:
+        """How many tokens each row gets from `plan_append`, and its length then.
+
+        Raises
+        ------
+        ValueError
+            `n` or `tokens` are wrong.
+        """
+        lens, is_step = self.lens[rows], type(n) is int and n == 1
+        num_new: Any = 1 if is_step else per_seq("n", n, len(rows))
+        ends = lens + (1 if is_step else np.minimum(num_new, self.max_len + 1))
+        if ends.max(initial=0) > self.max_len:
+            i = int((ends > self.max_len).argmax())
+            raise ValueError(
+                f"n must be at most {self.max_len - lens[i]}, what is left of max_blocks * block_size = "
+                f"{self.max_len} for sequence {self.handles.of(rows)[i]}, got {1 if is_step else num_new[i]}"
+            )
+        if tokens is not None:
+            require_one_each(tokens, len(rows) if is_step else int(num_new.sum()))
+        return num_new, ends
+
     def plan_append(self, seqs: Any, n: Any, tokens: Int32Array | None = None) -> AppendPlan:
         """Add n tokens to the end of each sequence."""
         rows, is_step, size = self.handles.find_distinct(seqs), type(n) is int and n == 1, self.block_size
@@ -190,15 +211,8 @@ class SequenceRows:
         ):
             return self.plan_next(last_step, tokens)
         lens = self.lens[rows]
-        num_new: Any = 1 if is_step else per_seq("n", n, len(rows))
-        ends = lens + (1 if is_step else np.minimum(num_new, self.max_len + 1))
+        num_new, ends = self.lens_after(rows, n, tokens)
         longest = int(ends.max(initial=0))
-        if longest > self.max_len:
-            i = int((ends > self.max_len).argmax())
-            raise ValueError(
-                f"n must be at most {self.max_len - lens[i]}, what is left of max_blocks * block_size = "
-                f"{self.max_len} for sequence {self.handles.of(rows)[i]}, got {1 if is_step else num_new[i]}"
-            )
         num_columns = self.num_blocks(longest)
         if num_columns > self.blocks.shape[1]:  # do not widen the table if the pool lacks blocks
             num_added = self.num_groups * int((self.num_blocks(ends) - self.num_blocks(lens)).sum())
@@ -218,7 +232,6 @@ class SequenceRows:
         blocks, copies, writes = plan_writable(self.pool, table.reshape(-1), entries)
         slots = self.by_group(blocks[entry_of_token] * size + positions % size)
         writes = [*grown, *writes, (self.lens, rows, ends)]
-        require_one_each(tokens, slots)
         all_known = False
         if self.chains is not None:
             if len(copies):
@@ -238,7 +251,7 @@ class SequenceRows:
         """`plan_append` of one token each to the sequences of the last step: most of them go on in their block."""
         slots, tables, writes = last_step.next(self.pool, self.blocks, self.block_size)
         slots = self.by_group(slots)
-        require_one_each(tokens, slots)
+        require_one_each(tokens, len(last_step.rows))
         rows, ends, is_known = last_step.rows, last_step.lens + 1, tokens is not None
         writes.append((self.lens, rows, ends))
         if tokens is not None and self.chains is not None:

@@ -134,7 +134,7 @@ class SequenceTable(Sequences):
         KeyError
             A sequence was freed, or never existed.
         """
-        self._release_passed(seqs)
+        self._release_passed(seqs, n)
         plan = self._rows.plan_append(seqs, n)
         appended = Appended(plan.slots, plan.copies[:])  # a view, since a caller may resize its array
         self.pool._commit(plan.writes)

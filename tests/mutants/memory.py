@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "append: one token past the capacity is accepted",
-        "if longest > self.max_len:",
-        "if longest > self.max_len + 1:",
+        "if ends.max(initial=0) > self.max_len:",
+        "if ends.max(initial=0) > self.max_len + 1:",
         TABLE + "test_a_step_past_the_longest_sequence_is_refused",
     ),
     Mutant(

@@ -279,14 +279,13 @@ class GroupMachine(RuleBasedStateMachine):
         """Whether there was room."""
         cache, names, counts = self.cache, [*new], [*map(len, new.values())]
         tokens = [*itertools.chain(*new.values())] if known else None
-        error = None
         if any(len(self.seqs[name].tokens) + len(new[name]) > cache.max_seq_len for name in names):
-            error = ValueError
+            with refused(cache, ValueError, "n must be at most"):
+                cache.append(names, n, tokens)
+            return False
         passed = {name: self.passed(self.seqs[name], len(self.seqs[name].tokens)) for name in names}
-        if error is None and self.num_lacking(new, passed) > 0:
-            error = OutOfBlocksError
-        if error:
-            with pytest.raises(error):
+        if self.num_lacking(new, passed) > 0:
+            with pytest.raises(OutOfBlocksError):
                 cache.append(names, n, tokens)
             for name in names:  # what nobody needs may have been released all the same
                 held = tables(cache, [name])[:, 0] >= 0
