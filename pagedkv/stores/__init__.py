@@ -3,7 +3,9 @@
 from .file import FileStore
 from .host import HostStore
 from .prefixes import StoredPrefixes
+from .saved import SavedSequences
 from .store import BlockStore
+from .swap import SwapSpace
 from .wire import Wire
 
-__all__ = ["BlockStore", "FileStore", "HostStore", "StoredPrefixes", "Wire"]
+__all__ = ["BlockStore", "FileStore", "HostStore", "SavedSequences", "StoredPrefixes", "SwapSpace", "Wire"]

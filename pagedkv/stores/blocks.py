@@ -19,7 +19,7 @@ from ..typing import Layout
 from .store import Buffer
 from .wire import BLOCK_TOKENS, Name, Wire
 
-_AT_ONCE = 2**20  # bytes of one layer that are gathered at a time: they stay in a core's cache
+_AT_ONCE = 2**22  # bytes that are gathered at a time: they stay in a core's cache
 
 
 class CacheBlocks:
@@ -93,7 +93,7 @@ class CacheBlocks:
         payloads = bits(self.wire.payloads(sealed)).reshape(num_blocks, num_heads, *self.wire.payload_shape)
         padded = np.pad(slots, (0, num_blocks * size - len(slots)), mode="edge")
         with self._on_host(padded, writes=False) as (layers, ids, offsets):
-            at_once = max(1, _AT_ONCE * len(layers) // (num_heads * self.wire.block_bytes))
+            at_once = max(1, _AT_ONCE // self.bytes_of_all_heads)
             for first in range(0, num_blocks, at_once):
                 some = slice(first, first + at_once)
                 of_tokens = slice(first * size, (first + at_once) * size)
@@ -128,15 +128,20 @@ class CacheBlocks:
             From `open`.
         """
         size, num_heads = self.wire.block_tokens, self.num_heads
+        end = skipped + len(slots)
+        at_once = max(1, _AT_ONCE // self.bytes_of_all_heads)
         with self._on_host(slots, writes=True) as (layers, ids, offsets):
-            for at in range(skipped // size, -(-(skipped + len(slots)) // size)):
-                heads = np.stack(opened[at * num_heads : (at + 1) * num_heads])
-                payloads = bits(self.wire.payloads(heads))
-                first, stop = max(at * size, skipped), min((at + 1) * size, skipped + len(slots))
-                of_tokens = slice(first - skipped, stop - skipped)
-                tokens = payloads[:, :, :, first - at * size : stop - at * size].transpose(1, 2, 3, 0, 4)
-                for both, of_layer in zip(layers, tokens, strict=True):
-                    for view, rows in zip(both, of_layer, strict=True):
+            for first in range(skipped // size, -(-end // size), at_once):
+                heads = np.stack(opened[first * num_heads : (first + at_once) * num_heads])
+                payloads = bits(self.wire.payloads(heads)).reshape(-1, num_heads, *self.wire.payload_shape)
+                start, stop = max(first * size, skipped), min((first + len(payloads)) * size, end)
+                inside, of_tokens = (
+                    slice(start - first * size, stop - first * size),
+                    slice(start - skipped, stop - skipped),
+                )
+                for layer, both in enumerate(layers):
+                    for i, view in enumerate(both):
+                        rows = payloads[:, :, layer, i].swapaxes(1, 2).reshape(-1, num_heads, self._head_dim)[inside]
                         view[ids[of_tokens], offsets[of_tokens]] = rows.reshape(len(rows), *view.shape[2:])
 
     @contextmanager

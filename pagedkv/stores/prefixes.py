@@ -95,9 +95,9 @@ class StoredPrefixes:
         timeout: float = 2.0,
         max_pending_bytes: int = 2**28,
     ) -> None:
-        if cache._rows.chains is None:
+        if (chains := cache._rows.chains) is None:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
-        self.cache, self._find = cache, cache._rows.chains.cache.find
+        self.cache, self.chains = cache, chains
         self.blocks = CacheBlocks(cache, model, first_head=first_head, block_tokens=block_tokens)
         self.patient = PatientStore(store, timeout, max_pending_bytes)
         self.num_loaded = self.num_stored = self.num_dropped = 0
@@ -191,7 +191,7 @@ class StoredPrefixes:
         """
         ids, cache, size = ids_of(tokens), self.cache, self.blocks.wire.block_tokens
         root = root_digest(salt)
-        found = self._find(ids, root)
+        found = self.chains.cache.find(ids, root)
         digests = self.blocks.wire.digests(ids[: len(found) * cache.block_size // size * size], root)
         slots = (found[:, None] * cache.block_size + np.arange(cache.block_size)).reshape(-1)
         return self.give(slots, digests) * size

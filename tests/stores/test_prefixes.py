@@ -19,7 +19,7 @@ def prefixes_of(cache, store, **options):
 
 
 def make_store():
-    return HostStore(2**20, blocks_of(make_cache()).wire.block_bytes)
+    return HostStore(2**21, blocks_of(make_cache()).wire.block_bytes)
 
 
 def stored(store, tokens=None, salt=None):

@@ -1,0 +1,185 @@
+"""SavedSequences: sequences in a store under names, as the slots of llama.cpp."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays import to_host
+from ..memory.prefix.digests import NUM_BYTES, blake2b_128, root_digest
+from .prefixes import StoredPrefixes
+from .store import Buffer
+
+_MAGIC = b"pagedkv text\n\0\0\0"
+_HEADER = Struct("<16s16s16sII")  # magic, key, digest of the text, its tokens, the first of them in this part
+
+
+class Restored(NamedTuple):
+    """A sequence that came back.
+
+    Attributes
+    ----------
+    seq : int
+        The handle of a new sequence.
+    num_cached : int
+        Its length. If the store has lost blocks, it is less than the number of tokens: append and compute the others.
+    tokens : (num_tokens,) int32
+        All tokens of the sequence that was saved.
+    """
+
+    seq: int
+    num_cached: int
+    tokens: npt.NDArray[np.int32]
+
+
+class SavedSequences:
+    """Saves sequences under names, and restores them, in this process or another.
+
+    The K and V are in the wire blocks that `StoredPrefixes` shares, the last tokens in one of their own; a name leads
+    to the token ids alone. So what several saved sequences have in common is stored once.
+
+    Parameters
+    ----------
+    prefixes : StoredPrefixes
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pagedkv import PagedKVCache
+    >>> from pagedkv.stores import HostStore, SavedSequences, StoredPrefixes
+    >>> cache = PagedKVCache(num_layers=1, num_blocks=16, block_size=16, num_kv_heads=2, head_dim=8)
+    >>> prefixes = StoredPrefixes(cache, HostStore(capacity=2**20, block_bytes=2**15), "a model")
+    >>> saved = SavedSequences(prefixes)
+    >>> seq, _ = cache.add([1, 2, 3, 4, 5], salt="a user")
+    >>> k = v = np.ones((5, 2, 8), np.float32)
+    >>> cache.write(0, k, v, cache.slots(seq, 0, 5))
+    >>> cache.commit(seq)
+    >>> saved.save(seq, "a chat")
+    True
+    >>> cache.free(seq)
+    >>> saved.restore("a chat", salt="a user").num_cached
+    5
+    """
+
+    def __init__(self, prefixes: StoredPrefixes) -> None:
+        self._prefixes = prefixes
+
+    def save(self, seq: int, name: str) -> bool:
+        """Save a sequence whose K and V are all written; what had this name and salt before, has it no longer.
+
+        Parameters
+        ----------
+        seq : int
+            The handle of a sequence with tokens whose ids are all known; it goes on.
+        name : str
+
+        Returns
+        -------
+        bool
+            Whether the store has taken all of it in time.
+
+        Raises
+        ------
+        ValueError
+            The ids of some tokens are not known, or there are no tokens.
+        KeyError
+            The sequence was freed, or never existed.
+        """
+        prefixes, cache = self._prefixes, self._prefixes.cache
+        chains, [row] = prefixes.chains, cache._rows.handles.find(seq)
+        num_tokens, num_known = int(cache.seq_lens(seq)[0]), int(chains.num_known[row])
+        if not num_tokens or num_known < num_tokens:
+            raise ValueError(
+                f"seq must have tokens whose ids are all known, got {seq} with {num_tokens} tokens, {num_known} of "
+                "them known: pass their ids to add and append"
+            )
+        slots = np.asarray(to_host(cache.slots(seq, 0, num_tokens)))
+        tokens, root = chains.cache.tokens[slots], chains._roots[row].tobytes()
+        digests, given = prefixes.blocks.wire.digests(tokens, root), 0
+        while given < len(digests):
+            before, given = given, prefixes.give(slots, digests)
+            if not prefixes.flush() or given == before:
+                return False
+        keys = [self._key(name, root, first) for first in self._firsts(num_tokens)]
+        parts = [self._part(key, tokens, first) for key, first in zip(keys, self._firsts(num_tokens), strict=True)]
+        prefixes.patient.remove(keys)
+        return prefixes.patient.put_now(keys, parts)
+
+    def restore(self, name: str, salt: str | bytes | None = None) -> Restored:
+        """Start a sequence like one that was saved.
+
+        Parameters
+        ----------
+        name : str
+        salt : str, bytes or None
+            That of the sequence that was saved.
+
+        Raises
+        ------
+        KeyError
+            No sequence is saved under this name with this salt, or the store does not say so in time.
+        OutOfBlocksError, CapacityError
+            As `PagedKVCache.add`.
+        """
+        prefixes = self._prefixes
+        tokens = self._tokens(name, root_digest(salt))
+        if tokens is None:
+            raise KeyError(f"no sequence is saved as {name!r} with this salt")
+        added = prefixes.bring(tokens, salt, prefixes.cache.find(tokens, salt))
+        if added is None:
+            added = prefixes.cache.add_found(tokens, salt, preempted=True)
+        return Restored(*added, tokens)
+
+    def delete(self, name: str, salt: str | bytes | None = None) -> None:
+        """Forget a name; the blocks stay until the store needs their room."""
+        self._prefixes.patient.remove([self._key(name, root_digest(salt), 0)])
+
+    def _tokens(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
+        """The ids of a saved text, if all parts of it are there."""
+        patient, num_tokens, first = self._prefixes.patient, 1, 0
+        parts: list[tuple[bytes, npt.NDArray[np.int32]]] = []
+        deadline = patient.deadline()
+        while first < num_tokens:
+            keys = [self._key(name, root, i) for i in self._firsts(num_tokens)[len(parts) :]]
+            found = patient.wait(patient.ask(keys), deadline)
+            for key, part in zip(keys, found, strict=False):
+                if (opened := _opened(part, key)) is None or opened[1] != first:
+                    return None
+                num_tokens, _, text, ids = opened
+                parts.append((text, ids))
+                first += len(ids)
+            if len(found) < len(keys):
+                return None
+        tokens = np.concatenate([ids for _, ids in parts])
+        text = blake2b_128(tokens.tobytes())
+        return tokens if all(of_part == text for of_part, _ in parts) and len(tokens) == num_tokens else None
+
+    def _firsts(self, num_tokens: int) -> range:
+        """The first token of each part of a text, whose ids may be too many for one block."""
+        room = self._prefixes.blocks.wire.block_bytes - _HEADER.size - NUM_BYTES
+        return range(0, num_tokens, room // 4)
+
+    def _key(self, name: str, root: bytes, first: int) -> bytes:
+        wire = self._prefixes.blocks.wire
+        return blake2b_128(b"saved" + wire.root(root) + first.to_bytes(8, "little") + name.encode())
+
+    def _part(self, key: bytes, tokens: npt.NDArray[np.int32], first: int) -> bytes:
+        ids = tokens[first : first + self._firsts(1).step].astype("<i4", copy=False).tobytes()
+        content = _HEADER.pack(_MAGIC, key, blake2b_128(tokens.tobytes()), len(tokens), first) + ids
+        return content + blake2b_128(content)
+
+
+def _opened(part: Buffer | None, key: bytes) -> tuple[int, int, bytes, npt.NDArray[np.int32]] | None:
+    """The tokens of the text, the first one of a part, the digest of the text, and the ids; None for anything else."""
+    if not isinstance(part, (bytes, bytearray, memoryview)):
+        return None
+    content, checksum = bytes(part[:-NUM_BYTES]), bytes(part[-NUM_BYTES:])
+    if len(content) <= _HEADER.size or checksum != blake2b_128(content):
+        return None
+    magic, its_key, text, num_tokens, first = _HEADER.unpack_from(content)
+    if magic != _MAGIC or its_key != key:
+        return None
+    return num_tokens, first, text, np.frombuffer(content, "<i4", offset=_HEADER.size).astype(np.int32)

@@ -1,0 +1,122 @@
+"""Sequences that are saved under a name, and come back whole, short, or not at all."""
+
+import numpy as np
+import pytest
+
+from pagedkv.stores import SavedSequences
+
+from .caches import W, committed, contents, make_cache, text
+from .test_prefixes import FaultyStore, fail, make_store, prefixes_of
+
+NUM_TOKENS = 6 * W + 5
+LONG = 100 * W  # too many ids for one block
+
+
+def saved_in(cache, store):
+    return SavedSequences(prefixes_of(cache, store))
+
+
+def saved(store, name="a chat", tokens=None, salt=None):
+    """Save a sequence; returns its K and V."""
+    cache, tokens = make_cache(120), text(NUM_TOKENS) if tokens is None else tokens
+    seq = committed(cache, tokens, salt)
+    assert saved_in(cache, store).save(seq, name)
+    return contents(cache, cache.slots(seq, 0, len(tokens)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, W, NUM_TOKENS, LONG])
+def test_a_sequence_comes_back(num_tokens):
+    tokens = text(num_tokens)
+    before = saved(store := make_store(), tokens=tokens, salt="a")
+    cache = make_cache(240, 4, layout="HND")
+    seq, num_cached, ids = saved_in(cache, store).restore("a chat", "a")
+    assert num_cached == cache.seq_lens(seq)[0] == num_tokens
+    np.testing.assert_array_equal(ids, tokens)
+    np.testing.assert_array_equal(contents(cache, cache.slots(seq, 0, num_tokens), "HND"), before)
+    cache.append(seq, tokens=[7])
+    cache.check()
+
+
+def test_names_and_salts_are_told_apart():
+    store, other = make_store(), text(NUM_TOKENS, 1)
+    saved(store, salt="a")
+    saved(store, name="another chat", tokens=other, salt="a")
+    restore = saved_in(make_cache(), store).restore
+    np.testing.assert_array_equal(restore("another chat", "a").tokens, other)
+    for name, salt in (("a chat", None), ("a chat", "b"), ("no chat", "a")):
+        with pytest.raises(KeyError, match=f"no sequence is saved as '{name}' with this salt"):
+            restore(name, salt)
+
+
+def test_a_name_is_of_the_sequence_saved_last():
+    store, other = make_store(), text(W, 1)
+    saved(store)
+    saved(store, tokens=other)
+    saves = saved_in(make_cache(), store)
+    np.testing.assert_array_equal(saves.restore("a chat").tokens, other)
+    saves.delete("a chat")
+    saves._prefixes.flush()
+    with pytest.raises(KeyError):
+        saves.restore("a chat")
+
+
+def test_what_is_lost_is_missing_at_the_end():
+    before = saved(store := make_store())
+    [*keys] = store._slots._used
+    store.remove(keys[8:12])
+    cache = make_cache()
+    seq, num_cached, tokens = saved_in(cache, store).restore("a chat")
+    assert num_cached % W == 0
+    assert num_cached < NUM_TOKENS == len(tokens)
+    np.testing.assert_array_equal(contents(cache, cache.slots(seq, 0, num_cached)), before[:, :, :num_cached])
+
+
+def of_another_text(parts):
+    """The parts of a long text, the second one of a text that had the name before."""
+    return lambda keys, found: [parts.get(key, block) for key, block in zip(keys, found, strict=True)]
+
+
+def test_damaged_texts_are_not_restored():
+    tokens = text(LONG)
+    saved(store := make_store(), tokens=tokens)
+    saves = saved_in(make_cache(120), store)
+    first, second = (saves._key("a chat", bytes(16), i) for i in saves._firsts(LONG))
+    parts = dict(zip((first, second), map(bytes, store.get([first, second])), strict=True))
+    stale = saves._part(second, text(LONG, 1), saves._firsts(LONG)[1])
+    faults = [
+        {first: parts[first][:-1]},
+        {first: parts[second]},
+        {second: stale},
+        {second: b""},
+        {second: None},
+        {first: 7},
+    ]
+    for fault in ({}, *faults):
+        faulty = saved_in(make_cache(120), FaultyStore(store, of_another_text(fault)))
+        if fault:
+            with pytest.raises(KeyError):
+                faulty.restore("a chat")
+        else:
+            np.testing.assert_array_equal(faulty.restore("a chat").tokens, tokens)
+
+
+def test_a_store_that_fails_saves_nothing():
+    cache = make_cache()
+    seq = committed(cache, text(NUM_TOKENS))
+    assert not saved_in(cache, FaultyStore(make_store(), fail)).save(seq, "a chat")
+    with pytest.raises(KeyError):
+        saved_in(cache, FaultyStore(make_store(), fail)).restore("a chat")
+
+
+def test_refusals():
+    cache = make_cache()
+    saves = saved_in(cache, make_store())
+    seq = committed(cache, text(W))
+    cache.append(seq, 2)
+    with pytest.raises(ValueError, match=f"got {seq} with {W + 2} tokens, {W} of them known: pass their ids to add"):
+        saves.save(seq, "a chat")
+    with pytest.raises(ValueError, match=r"seq must have tokens whose ids are all known, got .* with 0 tokens"):
+        saves.save(cache.add([]).seq, "a chat")
+    cache.free(seq)
+    with pytest.raises(KeyError):
+        saves.save(seq, "a chat")
