@@ -348,13 +348,14 @@ class BlockPool(Guarded):
 
     def _commit(self, writes: list[Write], undo: Callable[[], list[Write]] | None = None) -> None:
         """Store, and emit events; if a listener raises, undo the call, since its caller will not get the result."""
-        if self._prefix_cache is not None:
-            self._prefix_cache.emit()  # events that an interrupt left over; if this raises, nothing has changed
+        outbox = None if self._prefix_cache is None else self._prefix_cache.outbox
+        if outbox is not None:
+            outbox.emit()  # events that an interrupt left over; if this raises, nothing has changed
         if writes:
             commit([*writes, (self._num_changes, 0, self._num_changes[0] + 1)])
-        if self._prefix_cache is not None:
+        if outbox is not None:
             try:
-                self._prefix_cache.emit()
+                outbox.emit()
             except Exception:  # an interrupt is no Exception: it undoes nothing
                 if undo is not None:
                     commit([*undo(), (self._num_changes, 0, self._num_changes[0] + 1)])

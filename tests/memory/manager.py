@@ -16,13 +16,14 @@ from pagedkv.memory.prefix.cache import PrefixCache
 from pagedkv.memory.prefix.eviction import LRU
 from pagedkv.memory.prefix.holders import Holders
 from pagedkv.memory.prefix.index import HashIndex
+from pagedkv.memory.prefix.outbox import Outbox
 from pagedkv.memory.rows import SequenceRows
 from pagedkv.memory.windows import Windows
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
-PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU, Holders, Windows)
+PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU, Outbox, Holders, Windows)
 NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
 NO_STATE |= {"groups", "_groups", "layer_groups", "_same_as"}
 NO_STATE |= {"_layer_caches"}  # what k_caches and v_caches are views of

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from itertools import islice
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,11 @@ from ..arguments import require_callable
 from ..groups import LayerGroups
 from ..ids import NO_BLOCKS, Int64Array, joined, must_hold
 from .digests import Digests, Hash, blake2b_128, checked_hash, hash_chain, hash_each, pack
-from .events import AllBlocksCleared, BlockRemoved, BlockStored, Event, Listener
+from .events import AllBlocksCleared, Event, Listener
 from .eviction import LRU, Eviction
 from .holders import Held, Holders
 from .index import NO_BLOCK, HashIndex
+from .outbox import Outbox
 
 MOST_TOKENS = np.iinfo(np.int32).max // np.dtype(np.int32).itemsize  # per block, whose ids NumPy views as one element
 _NEGATIVE = np.int64(np.iinfo(np.int64).min)
@@ -82,6 +83,11 @@ class PrefixCache:
         Called with each event, after the change that it reports.
     medium : str
         The medium that events name: where the caches are.
+
+    Attributes
+    ----------
+    outbox : Outbox or None
+        Events that are yet to be delivered; None without a listener.
     """
 
     def __init__(
@@ -114,8 +120,7 @@ class PrefixCache:
         # The block last stored behind each block; by now it may hold something else. The last entry is NO_BLOCK's.
         self._last_child = np.full(num_blocks + 1, NO_BLOCK)
         self._hash_of = hash_of if hash_of is blake2b_128 else checked_hash(hash_of)
-        self._listener, self._medium = listener, medium
-        self._outbox: list[list[Event]] = [[]]
+        self.outbox = None if listener is None else Outbox(listener, medium, groups, block_size)
         self._groups = groups
         self._holders = Holders(groups, num_blocks) if len(groups.groups) > 1 else None
         # Which blocks a second sequence has found. Without windows nobody asks.
@@ -311,12 +316,13 @@ class PrefixCache:
                     numbers[is_new] = serials[in_order[at[is_new]]]
             held = self._holders.hold(own, kept, numbers, pack(digests), self._serials, stored is None)
         events: list[Event] = []
-        if self._listener is not None:
-            stored = np.arange(len(blocks)) if stored is None else stored
-            by_group = {self._groups.leader: stored}
+        if self.outbox is not None:
+            by_group = {self._groups.leader: np.arange(len(blocks)) if stored is None else stored}
             if held is not None:
                 by_group |= {g: is_new.nonzero()[0] for g, is_new in enumerate(held.is_new) if is_new.any()}
-            events = self._stored_events(by_group, blocks, digests, _firsts(blocks, counts), above, salts)
+            digests_above = [None if x == NO_BLOCK else head for x, head in zip(above, heads.tolist(), strict=True)]
+            firsts = _firsts(blocks, counts).tolist()
+            events = self.outbox.stored(by_group, self._rows()[blocks], digests, firsts, digests_above, salts)
         if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, held, events)
@@ -367,8 +373,9 @@ class PrefixCache:
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
         """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
         events: list[Event] = []
-        if self._listener is not None and len(removed):
-            events += self._removed_events(removed)
+        if self.outbox is not None and len(removed):
+            groups = None if self._holders is None else self._holders.group_of[removed]
+            events += self.outbox.removed(self._index.digests(removed), groups)
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
         if self._holders is not None:
             removed = removed[self._holders.are_leaders(removed)]
@@ -397,11 +404,11 @@ class PrefixCache:
                 findable = np.concatenate([findable, others])
             if len(self._found_again):
                 writes.append((self._found_again, findable, np.zeros(len(findable), np.bool)))
-        return [*writes, *self._plan_events(events)]
+        return writes if self.outbox is None or not events else [*writes, *self.outbox.plan(events)]
 
     def plan_cleared(self) -> list[Write]:
         """Replace the events of earlier writes, which remove all blocks, by one AllBlocksCleared."""
-        return self._plan_events([AllBlocksCleared()]) if self._listener is not None else []
+        return [] if self.outbox is None else self.outbox.plan([AllBlocksCleared()])
 
     def findable(self) -> Int64Array:
         """The blocks that can be found, ascending, (n,) int64."""
@@ -430,26 +437,6 @@ class PrefixCache:
             (self.num_queried, int(preempted), int(self.num_queried[int(preempted)]) + num_queried),
             (self.num_hit, int(preempted), int(self.num_hit[int(preempted)]) + num_hit),
         ]
-
-    def emit(self) -> None:
-        """Call the listener with each event, and raise the first of its exceptions after the last event.
-
-        An event for which it raises an exception counts as delivered; one that an interrupt cuts short comes again.
-        """
-        if self._listener is None or not self._outbox[0]:
-            return
-        errors, outbox = [], self._outbox[0]
-        while outbox:
-            try:
-                self._listener(outbox[0])
-            except Exception as error:
-                errors.append(error)
-            del outbox[0]
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                del errors  # they refer to this frame
 
     def check(self, refs: npt.NDArray[np.int32]) -> None:
         """Raise AssertionError unless every invariant holds; `refs` are the reference counts of all blocks."""
@@ -486,60 +473,6 @@ class PrefixCache:
     def _holds(self, holder: tuple[int, int, int], parent: int, content: bytes) -> bool:
         block, its_parent, _ = holder
         return its_parent == parent and self._rows()[block].tobytes() == content
-
-    def _plan_events(self, events: list[Event]) -> list[Write]:
-        return [(self._outbox, 0, self._outbox[0] + events)] if events else []
-
-    def _removed_events(self, removed: Int64Array) -> list[Event]:
-        """An event for the blocks of each group."""
-        digests, holders = self._index.digests(removed), self._holders
-        if holders is None:
-            return [BlockRemoved(digests.tolist(), self._medium)]
-        groups = holders.group_of[removed]
-        return [
-            BlockRemoved(digests[groups == group].tolist(), self._medium, group) for group in np.unique(groups).tolist()
-        ]
-
-    def _stored_events(
-        self,
-        by_group: dict[int, Int64Array],
-        blocks: Int64Array,
-        digests: list[bytes],
-        firsts: Int64Array,
-        heads: Int64Array,
-        salts: npt.NDArray[np.object_] | None,
-    ) -> list[Event]:
-        """An event for each run of successive blocks of a sequence in a group.
-
-        `by_group` has indices of the blocks that each group stores, `heads` the blocks above the first ones.
-        """
-        events: list[Event] = []
-        salt_of = {} if salts is None else dict(zip(firsts.tolist(), salts, strict=True))
-        above = dict(zip(firsts.tolist(), heads.tolist(), strict=True))
-        for group, stored in by_group.items():
-            before = -1
-            for i in stored.tolist():
-                if i - 1 != before or i in above:
-                    parent: bytes | None = digests[i - 1]
-                    if i in above:
-                        parent = None if above[i] == NO_BLOCK else self._index.digests(np.array([above[i]])).tobytes()
-                    salt = salt_of.get(i) if parent is None else None
-                    keys: list[tuple[str | bytes, ...] | None] | None = None if salt is None else [(salt,)]
-                    spec = {} if self._holders is None else self._spec(group)
-                    event = BlockStored([], parent, [], self.block_size, None, self._medium, None, keys, **spec)
-                    events.append(event)
-                elif event.extra_keys is not None:
-                    event.extra_keys.append(None)
-                event.block_hashes.append(digests[i])
-                event.token_ids.extend(self._rows()[blocks[i]].tolist())
-                before = i
-        return events
-
-    def _spec(self, group: int) -> dict[str, Any]:
-        """What an event says of a group of layers."""
-        window = self._groups.groups[group].window
-        kind = "full_attention" if window is None else "sliding_window"
-        return {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
 
 
 def require_block_size(block_size: int) -> None:

@@ -46,7 +46,7 @@ class Scene:
     def everything(self):
         """All state of the cache as bytes, and K of all blocks in use; what is in the free ones does not matter."""
         # Events that an interrupt keeps from the listener come with those of the next change.
-        arrays = {name: content for name, content in state(self.cache).items() if not name.endswith("._outbox")}
+        arrays = {name: content for name, content in state(self.cache).items() if not name.endswith("outbox._events")}
         del arrays["k_caches"], arrays["v_caches"]
         return arrays, np.stack(self.cache.k_caches)[:, self.cache.pool.ref_counts > 0].tobytes()
 

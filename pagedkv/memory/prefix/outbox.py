@@ -1,0 +1,115 @@
+"""Outbox: the events of a prefix cache that its listener has yet to get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...commit import Write
+from ..groups import LayerGroups
+from ..ids import Int64Array
+from .digests import Digests
+from .events import BlockRemoved, BlockStored, Event, Listener
+
+
+class Outbox:
+    """Makes events, keeps them with the change that they report, and delivers them after it.
+
+    Parameters
+    ----------
+    listener : callable
+        Called with each event.
+    medium : str
+        The medium that events name: where the caches are.
+    groups : LayerGroups
+    block_size : int
+        P.
+    """
+
+    def __init__(self, listener: Listener, medium: str, groups: LayerGroups, block_size: int) -> None:
+        self._listener, self._medium, self._groups, self._block_size = listener, medium, groups.groups, block_size
+        self._events: list[list[Event]] = [[]]
+
+    def plan(self, events: list[Event]) -> list[Write]:
+        """Add events to those that are yet to be delivered."""
+        return [(self._events, 0, self._events[0] + events)]
+
+    def emit(self) -> None:
+        """Call the listener with each event, and raise the first of its exceptions after the last event.
+
+        An event for which it raises an exception counts as delivered; one that an interrupt cuts short comes again.
+        """
+        errors, events = [], self._events[0]
+        while events:
+            try:
+                self._listener(events[0])
+            except Exception as error:
+                errors.append(error)
+            del events[0]
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                del errors  # they refer to this frame
+
+    def removed(self, digests: Digests, groups: Int64Array | None) -> list[Event]:
+        """An event for the blocks of each group: (n,) digests, and their groups if there are several."""
+        if groups is None:
+            return [BlockRemoved(digests.tolist(), self._medium)]
+        return [
+            BlockRemoved(digests[groups == group].tolist(), self._medium, group) for group in np.unique(groups).tolist()
+        ]
+
+    def stored(
+        self,
+        by_group: dict[int, Int64Array],
+        tokens: npt.NDArray[np.int32],
+        digests: list[bytes],
+        firsts: list[int],
+        heads: list[bytes | None],
+        salts: npt.NDArray[np.object_] | None,
+    ) -> list[Event]:
+        """An event for each run of successive blocks of a sequence in a group.
+
+        Parameters
+        ----------
+        by_group : dict
+            For each group, which of the n blocks of a commit it stores, ascending.
+        tokens : (n, P) int32
+        digests : list of bytes
+            n of them.
+        firsts : list of int
+            Which of the blocks are the first of their sequence in the commit.
+        heads : list of (bytes or None)
+            The digest of the block before each of these, None at the beginning of the sequence.
+        salts : (num_firsts,) object, or None
+        """
+        events: list[Event] = []
+        head_of = dict(zip(firsts, heads, strict=True))
+        salt_of = {} if salts is None else dict(zip(firsts, salts, strict=True))
+        for group, stored in by_group.items():
+            before = -1
+            for i in stored.tolist():
+                if i - 1 != before or i in head_of:
+                    parent = head_of[i] if i in head_of else digests[i - 1]
+                    salt = salt_of.get(i) if parent is None else None
+                    keys: list[tuple[str | bytes, ...] | None] | None = None if salt is None else [(salt,)]
+                    spec = {"medium": self._medium, "extra_keys": keys, **self._spec(group)}
+                    event = BlockStored([], parent, [], self._block_size, **spec)
+                    events.append(event)
+                elif event.extra_keys is not None:
+                    event.extra_keys.append(None)
+                event.block_hashes.append(digests[i])
+                event.token_ids.extend(tokens[i].tolist())
+                before = i
+        return events
+
+    def _spec(self, group: int) -> dict[str, Any]:
+        """What an event says of its group, if there are several."""
+        if len(self._groups) == 1:
+            return {}
+        window = self._groups[group].window
+        kind = "full_attention" if window is None else "sliding_window"
+        return {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}
