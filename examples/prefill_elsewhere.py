@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pagedkv
 from engine import Engine, Sample
+from generate import number
 from pagedkv.stores import BlockStore, FileStore, StoredPrefixes
 from pagedkv.stores.blocks import CacheBlocks
 from sampling import Sampling
@@ -94,7 +95,7 @@ def main() -> int:
     parser.add_argument("--prompt", metavar="TEXT", help="what the text begins with; by default as this file does")
     parser.add_argument("--store", metavar="WHERE", help="a file, or the URL of a Redis server; by default a new file")
     parser.add_argument("--only", choices=["prefill", "decode"], help="run one half")
-    parser.add_argument("--max-new-tokens", type=int, default=60, metavar="N")
+    parser.add_argument("--max-new-tokens", type=number(int, 1, 250), default=60, metavar="N")
     args = parser.parse_args()
     if args.only and not args.store:
         parser.error("--only needs a --store that both halves reach")
@@ -124,5 +125,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ModuleNotFoundError, BlockingIOError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, ValueError) as error:
         sys.exit(f"prefill_elsewhere.py: {error}")

@@ -27,3 +27,9 @@ def test_a_store_that_is_none_is_refused(tmp_path):
     assert done.stderr == (
         f"prefill_elsewhere.py: path must be a file that a FileStore made, or none yet, got {tmp_path / 'text'}\n"
     )
+
+
+def test_a_store_in_no_folder_is_refused_in_one_line(tmp_path):
+    done = run("--store", tmp_path / "none" / "blocks", "--only", "prefill", "--max-new-tokens", 250)
+    assert done.returncode == 1
+    assert re.fullmatch(r"prefill_elsewhere\.py: \[Errno 2\] No such file or directory: .*\n", done.stderr)
