@@ -159,4 +159,16 @@ MUTANTS = [
         "-(-lens // size)",
         "tests/compat/test_paged_minimal.py::test_without_room_nothing_changes",
     ),
+    Mutant(
+        "groups: the first one leads, whatever its window",
+        "leader = int(behind.argmax())",
+        "leader = 0",
+        "tests/memory/test_groups.py::test_every_layer_has_a_place_of_its_own_and_groups_are_filled_evenly",
+    ),
+    Mutant(
+        "groups: a size is chosen without its padding",
+        "return size * blocks * (1 + _COST_OF_GROUP * num_groups)",
+        "return blocks * (1 + _COST_OF_GROUP * num_groups)",
+        "tests/memory/test_groups.py::test_the_groups_of_models",
+    ),
 ]

@@ -85,4 +85,10 @@ MUTANTS = [
         "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
         CACHE + "test_rejected_drafts_are_truncated[prompt lookup]",
     ),
+    Mutant(
+        "transformers: the full layers of an older configuration are one layer off",
+        "[_SLIDING if (layer + 1) % every else _FULL",
+        "[_SLIDING if layer % every else _FULL",
+        "tests/test_layer_windows.py::test_windows",
+    ),
 ]
