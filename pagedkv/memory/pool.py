@@ -265,13 +265,16 @@ class BlockPool(Guarded):
                 num_evicted = max(0, num_new - num_blank - len(blank))
                 if type(cache.eviction) is LRU:
                     evicted, left = cache.plan_leave(used_again, num_evicted)
+                    behind = cache.holding_with(evicted) if len(evicted) else NO_BLOCKS
                 else:  # it may write to its argument, and its writes may change what it returns
                     chosen, left = cache.eviction.plan_leave(used_again.copy(), num_evicted)
                     evicted = np.array(chosen, np.int64)
                     self._require_evictable(evicted, num_evicted, used_again, cache)
-                    if len(behind := cache.descendants(joined(forgotten, evicted))):
-                        blank, forgotten = joined(blank, behind), joined(forgotten, behind)
-                        _, left = cache.eviction.plan_leave(np.concatenate([used_again, evicted, behind]), 0)
+                    behind = cache.descendants(joined(forgotten, evicted))
+                if len(behind):
+                    unused = behind[self._refs[behind] == 0]
+                    blank, forgotten = joined(blank, unused), joined(forgotten, behind)
+                    _, left = cache.plan_leave(np.concatenate([used_again, evicted, unused]), 0)
                 forgotten = joined(forgotten, evicted)
                 writes += left
                 num_cached -= len(leaving) + len(blank) + len(evicted)

@@ -134,11 +134,23 @@ class PrefixCache:
         return self._serials.take(blocks) != 0
 
     def descendants(self, blocks: Int64Array) -> Int64Array:
-        """The other blocks that can only be found behind some of these, in O(N log N); (n,) int64."""
+        """The other blocks that can only be found behind some of these, or with them, in O(N log N); (n,) int64."""
+        leaders = blocks if self._holders is None else blocks[self._holders.are_leaders(blocks)]
+        behind = self._behind(leaders)
+        return joined(behind, self.holding_with(joined(blocks, behind)))
+
+    def holding_with(self, blocks: Int64Array) -> Int64Array:
+        """The other blocks that can only be found with those of the leading group among these, (n,) int64."""
+        if self._holders is None:
+            return NO_BLOCKS
+        columns = self.columns(blocks[self._holders.are_leaders(blocks)])
+        others = columns[columns != NO_BLOCK]
+        return others[~np.isin(others, blocks)]
+
+    def _behind(self, blocks: Int64Array) -> Int64Array:
+        """The other blocks of the leading group that can only be found behind some of its blocks."""
         if not self._groups.leader_is_full:
             return NO_BLOCKS  # sequences that have passed blocks go on: what is behind a gap is just not found
-        if self._holders is not None:
-            blocks = blocks[self._holders.are_leaders(blocks)]
         # Mostly there are none, and for a few blocks that is quick to see.
         if len(blocks) <= _FEW and not any(np.count_nonzero(self._parents == x) for x in self._serials[blocks]):
             return NO_BLOCKS
@@ -447,7 +459,7 @@ class PrefixCache:
             self._passed.check(passed)
             waiting = np.setdiff1d(waiting, passed)
         self.eviction.check(waiting)
-        findable = self._leaders()
+        others, findable = findable, self._leaders()
         self._index.check(findable)
         serials = self._serials[findable]
         must_hold(len(np.unique(serials)) == len(serials), "two contents have one number")
@@ -457,6 +469,11 @@ class PrefixCache:
         if self._groups.leader_is_full:
             behind = np.isin(parents[parents >= 0], serials)
             must_hold(behind.all(), "a block can be found, and the one before it cannot")
+        columns = self.columns(findable)
+        must_hold(
+            np.array_equal(np.sort(columns[columns != NO_BLOCK]), others),
+            "a block waits to be found that no block of the leading group leads to",
+        )
 
     def follows(self, blocks: Int64Array, root: bytes | None) -> bool:
         """Whether blocks can be found one after another, the first one behind the root, if it is given."""

@@ -109,6 +109,8 @@ class Holders:
         candidates[:, kept == NO_BLOCK] = NO_BLOCK
         keys, blocks = (self._starts + kept).reshape(-1), candidates.reshape(-1)
         there = (blocks != NO_BLOCK).nonzero()[0]
+        if not len(there):
+            return Held(candidates, np.zeros_like(candidates, np.bool), kept, numbers, digests)
         different, firsts = np.unique(keys[there], return_index=True)
         firsts = there[firsts]
         is_new = np.zeros(len(blocks), np.bool)

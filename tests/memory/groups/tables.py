@@ -1,10 +1,11 @@
-"""What the groups of a cache hold, and an eviction that takes the blocks that a test names."""
+"""What the groups of a cache hold, and an eviction of the blocks that a test names."""
 
 from itertools import count
 
 import numpy as np
 
 from pagedkv import PagedKVCache
+from pagedkv.memory import LRU
 
 P = 4
 
@@ -52,27 +53,20 @@ def shortest(cache, seq):
     return length
 
 
-class Chosen:
-    """An `Eviction` that takes the blocks `first` before all others."""
+class Chosen(LRU):
+    """Evicts the blocks `first` before all others."""
 
-    def __init__(self, num_blocks):
-        self.first = ()
-        self._waiting = [()]
-
-    def plan_enter(self, blocks):
-        return [(self._waiting, 0, (*self._waiting[0], *blocks.tolist()))]
+    first = ()
 
     def plan_leave(self, blocks, num_evicted):
-        left = [block for block in self._waiting[0] if block not in blocks]
-        left.sort(key=lambda block: block not in self.first)
-        return np.array(left[:num_evicted], np.int64), [(self._waiting, 0, tuple(left[num_evicted:]))]
-
-    def check(self, blocks):
-        assert sorted(self._waiting[0]) == blocks.tolist()
+        waiting = self.waiting()
+        left = waiting[~np.isin(waiting, blocks)]
+        evicted = left[np.argsort(~np.isin(left, self.first), kind="stable")][:num_evicted]
+        return evicted, super().plan_leave(np.concatenate([blocks, evicted]), 0)[1]
 
 
 def evict(cache, blocks):
     """Evict just these blocks, from a cache whose eviction is `Chosen`."""
-    cache.pool._prefix_cache.eviction.first = set(blocks.tolist())
+    cache.pool._prefix_cache.eviction.first = tuple(blocks.tolist())
     stats = cache.stats()
     cache.pool.release(cache.pool.allocate(stats.free - stats.cached + len(blocks)))

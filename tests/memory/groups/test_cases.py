@@ -200,7 +200,15 @@ def test_nothing_is_found_without_the_first_full_block():
     cache, _, of_full = with_text(6)
     evict(cache, of_full[[0]])
     assert cache.find(TEXT[:25]) == 0
+    assert cache.stats().cached == 0  # neither those behind it nor those of the other group
     assert_sound(cache, [])
+
+
+def test_tokens_whose_digests_belong_to_others_are_not_stored_in_any_group():
+    cache = make(6, None, hash_of=lambda data: bytes(16))
+    seqs = [started(cache, TEXT[:8]), started(cache, OTHERS[:8])]
+    assert (cache.find(TEXT[:9]), cache.find(OTHERS[:9])) == (4, 0)
+    assert_sound(cache, seqs)
 
 
 def test_a_hit_needs_no_block_left_of_its_window():

@@ -18,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pagedkv
 from pagedkv.errors import CapacityError, OutOfBlocksError
-from pagedkv.memory import BlockRemoved, BlockStored
+from pagedkv.memory import LRU, BlockRemoved, BlockStored
+from pagedkv.memory.prefix.digests import blake2b_128
 
 from ...support.sizes import assert_sizes_follow
 from ..manager import refused
-from .tables import assert_sound, tables
+from .tables import Chosen, assert_sound, tables
 
 WINDOWS = [
     {"windows": (6, None)},
@@ -38,6 +39,11 @@ WINDOWS = [
 ]
 SALTS = st.sampled_from([None, None, "a"])
 POISON = -1.0
+
+
+def of_two_bits(data):
+    """A hash of which many contents have the same."""
+    return bytes([blake2b_128(data)[0] & 3]) * 16
 
 
 @dataclass
@@ -88,14 +94,24 @@ class GroupMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([4, 3, 2, 1, 8]),
         max_seqs=st.sampled_from([6, 4, 9]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        hash_of=st.sampled_from([blake2b_128, blake2b_128, of_two_bits]),
+        eviction=st.sampled_from([LRU, LRU, Chosen]),
     )
-    def start(self, data, layers, keep, num_blocks, block_size, max_seqs, prefix_cache):
+    def start(self, data, layers, keep, num_blocks, block_size, max_seqs, prefix_cache, hash_of, eviction):
         windows = layers["windows"] if isinstance(layers["windows"], tuple) else (layers["windows"],) * 2
         self.listener = Listener()
         options = {"keep": keep, "max_seqs": max_seqs, "max_seq_len": 40 + block_size, "prefix_cache": prefix_cache}
         self.cache = pagedkv.PagedKVCache(
-            len(windows), num_blocks, block_size, 1, 8, **layers, **options, events=self.listener
+            *(len(windows), num_blocks, block_size, 1, 8),
+            **layers,
+            **options,
+            events=self.listener,
+            hash_of=hash_of,
+            eviction=eviction,
         )
+        if prefix_cache and eviction is Chosen:
+            self.cache.pool._prefix_cache.eviction.first = (*range(0, num_blocks, 3),)
+        self.is_exact = prefix_cache and hash_of is blake2b_128
         self.keep = keep
         same_as = layers.get("same_as", {})
         self.owner_of = [same_as.get(layer, layer) for layer in range(len(windows))]
@@ -175,7 +191,7 @@ class GroupMachine(RuleBasedStateMachine):
     def check_hit(self, num_cached, salt, tokens):
         assert num_cached < max(1, len(tokens))
         assert num_cached == 0 or self.has(self.stored, num_cached, salt, tokens), "more is found than was stored"
-        if not self.listener.any_removed and self.cache.prefix_cache:
+        if self.is_exact and not self.listener.any_removed:
             assert num_cached >= self.least_hit(salt, tokens), "less is found than there is"
 
     # -- tokens and contents
@@ -407,13 +423,14 @@ class GroupMachine(RuleBasedStateMachine):
     def pin(self, data):
         """A pin keeps what it found until `unpin`."""
         seq, name = self.seqs[data.draw(st.sampled_from([*self.seqs]))], f"pin {next(self.names)}"
-        tokens = seq.tokens[: seq.known]
-        if not self.cache.find([*tokens, 0], seq.salt) // self.cache.block_size:
+        tokens = seq.tokens[: seq.known // self.cache.block_size * self.cache.block_size]
+        expected = self.cache.find([*tokens, 2], seq.salt)  # no block has a 2, so whole blocks alone are found
+        if not expected:
             with refused(self.cache, ValueError, "must begin with a full block"):
-                self.cache.pin(name, tokens, seq.salt)
+                self.cache.pin(name, seq.tokens[: seq.known], seq.salt)
             return
-        length = self.cache.pin(name, tokens, seq.salt)
-        assert length == self.cache.find([*tokens, 0], seq.salt) // self.cache.block_size * self.cache.block_size
+        length = self.cache.pin(name, seq.tokens[: seq.known], seq.salt)
+        assert length == expected
         self.pins[name] = tokens[:length], seq.salt
 
     @precondition(lambda self: self.pins)
