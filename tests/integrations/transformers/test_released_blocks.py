@@ -1,5 +1,8 @@
 """Models with windows: texts stay those of eager attention while the blocks that windows have passed come back."""
 
+import random
+from unittest import mock
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from pagedkv import kv_bytes
 from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 from pagedkv.integrations.transformers.models import kv_shape, kv_windows
 
-from .models import WINDOW, eager_model, greedy, make_model, prompts
+from .models import VOCAB, WINDOW, eager_model, greedy, make_model, prompts
 
 FAMILIES = ["Gemma2", "Gemma3", "GptOss", "Mistral", pytest.param("Gemma3n", marks=pytest.mark.long)]
 P, NEW = 4, 12
@@ -145,3 +148,41 @@ def test_windows_can_be_turned_off(model, expected):
     said = generate(model, LONG, past_key_values=cache)
     assert said[0, len(LONG) :].tolist() == expected[0]
     assert cache.kv.stats().used == -(-(len(LONG) + NEW - 1) // P)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_passes_crops_forks_and_interrupts_at_random(family, model, seed):
+    """After any of them a pass gives the logits of eager attention; a crop that goes back too far changes nothing."""
+    draw = random.Random(seed)
+    cache, rows = PagedCache(model, num_blocks=600, block_size=draw.choice([3, 4, 16])), [[]]
+    for _ in range(25):
+        length, do = len(rows[0]), draw.random()
+        if do < 0.7 or not length:
+            n = draw.choice([1, 1, 2, 5, 20, 33])
+            new = [[draw.randrange(1, VOCAB) for _ in range(n)] for _ in rows]
+            if do < 0.1:
+                interrupted = mock.patch.object(model.model.norm, "forward", side_effect=KeyboardInterrupt)
+                with interrupted, pytest.raises(KeyboardInterrupt), torch.inference_mode():
+                    model(torch.tensor(new), past_key_values=cache)
+            rows = [row + more for row, more in zip(rows, new, strict=True)]
+            with torch.inference_mode():
+                paged = model(torch.tensor(new), past_key_values=cache).logits
+                expected = eager_model(family)(torch.tensor(rows)).logits[:, -n:]
+            torch.testing.assert_close(paged, expected, rtol=1e-3, atol=1e-3)
+        elif do < 0.85:
+            back = draw.randint(0, min(40, length))
+            try:
+                cache.crop(-back)
+                rows = [row[: length - back] for row in rows]
+            except ValueError as error:
+                assert "length must be 0 or at least" in str(error)  # noqa: PT017
+        elif do < 0.92 and len(rows) < 4:
+            cache.batch_repeat_interleave(2)
+            rows = [row for row in rows for _ in range(2)]
+        else:
+            parents = [draw.randrange(len(rows)) for _ in rows]
+            cache.reorder_cache(torch.tensor(parents))
+            rows = [rows[parent] for parent in parents]
+        assert cache.get_seq_length() == len(rows[0])
+        cache.kv.check()
