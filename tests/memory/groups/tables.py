@@ -1,11 +1,11 @@
-"""What the groups of a cache hold, and an eviction of the blocks that a test names."""
+"""What the groups of a cache hold, what can be found in them, and an eviction of the blocks that a test names."""
 
 from itertools import count
 
 import numpy as np
 
 from pagedkv import PagedKVCache
-from pagedkv.memory import LRU
+from pagedkv.memory import LRU, AllBlocksCleared, BlockStored
 
 P = 4
 
@@ -63,6 +63,36 @@ class Chosen(LRU):
         left = waiting[~np.isin(waiting, blocks)]
         evicted = left[np.argsort(~np.isin(left, self.first), kind="stable")][:num_evicted]
         return evicted, super().plan_leave(np.concatenate([blocks, evicted]), 0)[1]
+
+
+class Listener:
+    """The digest and the group of each findable block, by the events."""
+
+    def __init__(self):
+        self.blocks, self.any_removed = set(), False
+        self._last = None
+
+    def __call__(self, event):
+        if event is self._last:  # an interrupt makes the cache deliver it again
+            return
+        self._last = event
+        if isinstance(event, AllBlocksCleared):
+            self.blocks, self.any_removed = set(), True
+            return
+        blocks = {(digest, event.group_idx) for digest in event.block_hashes}
+        assert len(blocks) == len(event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert not blocks & self.blocks
+            self.blocks |= blocks
+        else:
+            assert blocks <= self.blocks
+            self.blocks -= blocks
+            self.any_removed = True
+
+    def agrees_with(self, cache):
+        """There are as many blocks in each group as can be found."""
+        if cache.prefix_cache:
+            assert len(self.blocks) == len(cache.pool._prefix_cache.findable())
 
 
 def evict(cache, blocks):

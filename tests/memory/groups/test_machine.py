@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import pagedkv
 from pagedkv.errors import CapacityError, OutOfBlocksError
-from pagedkv.memory import LRU, BlockRemoved, BlockStored
+from pagedkv.memory import LRU
 from pagedkv.memory.prefix.digests import blake2b_128
 
 from ...support.sizes import assert_sizes_follow
 from ..manager import refused
-from .tables import Chosen, assert_sound, tables
+from .tables import Chosen, Listener, assert_sound, tables
 
 WINDOWS = [
     {"windows": (6, None)},
@@ -60,29 +60,6 @@ class Seq:
     done: int
     found: int
     first: list
-
-
-class Listener:
-    """The findable blocks of each group, by the events."""
-
-    def __init__(self):
-        self.blocks, self.any_removed = {}, False
-
-    def __call__(self, event):
-        if isinstance(event, BlockStored):
-            parent = event.parent_block_hash
-            for i, digest in enumerate(event.block_hashes):
-                assert (digest, event.group_idx) not in self.blocks
-                tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
-                self.blocks[digest, event.group_idx] = parent, tokens
-                parent = digest
-            return
-        self.any_removed = True
-        if isinstance(event, BlockRemoved):
-            for digest in event.block_hashes:
-                del self.blocks[digest, event.group_idx]
-        else:
-            self.blocks.clear()
 
 
 class GroupMachine(RuleBasedStateMachine):
@@ -474,6 +451,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert stats.wasted_slots == stats.used * cache.block_size - cache.block_fills().sum()
         for tokens, salt in self.pins.values():
             assert cache.find([*tokens, 0], salt) >= len(tokens)
+        self.listener.agrees_with(cache)
         assert_sizes_follow(cache, len(self.seqs) + cache.pool.num_blocks)
 
     @invariant()

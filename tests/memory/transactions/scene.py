@@ -1,9 +1,13 @@
 """A cache in the middle of its life, and every mutation and read of it."""
 
+from unittest import mock
+
 import numpy as np
 
 from pagedkv import PagedKVCache
+from pagedkv.memory import BlockPool
 
+from ..groups.tables import Listener
 from ..manager import state
 from ..prefix.router import Router
 
@@ -15,12 +19,16 @@ class Scene:
 
     Some blocks can be found, in use and not, and one sequence has full blocks that are not committed yet, the first of
     them like one that is. Two are in the middle of their steps, and one of them needs a block for the next.
+
+    With `windows` the layers are two groups, and some calls release what a window has passed first.
     """
 
-    def __init__(self):
-        self.events = []
-        self.cache = PagedKVCache(2, 19, 4, 1, 8, max_seqs=11, max_seq_len=20, events=self.events.append)
-        self.cache.k_caches[0][:] = np.arange(19)[:, None, None, None]
+    def __init__(self, windows=None):
+        self.events, num_blocks = [], 19 if windows is None else 38
+        self.cache = PagedKVCache(
+            *(2, num_blocks, 4, 1, 8), max_seqs=11, max_seq_len=20, windows=windows, events=self.events.append
+        )
+        self.cache.k_caches[0][:] = np.arange(num_blocks)[:, None, None, None]
         self.seq = self.cache.add(6).seq
         self.forks = self.cache.fork(self.seq, 2)
         self.other = self.cache.add(8).seq
@@ -28,7 +36,8 @@ class Scene:
         self.late = self.cache.add(LATE).seq
         cached = self.cache.add(LATE[:4] + [0] * 13).seq
         self.cache.commit(cached)
-        self.cache.truncate(cached, 4)
+        if windows is None:
+            self.cache.truncate(cached, 4)
         self.cache.pin("first", LATE[:4])
         self.cache.free(cached)
         self.running = [self.cache.add([1, 2]).seq, self.cache.add([3, 4, 5]).seq]
@@ -38,10 +47,10 @@ class Scene:
 
     def assert_events_match(self):
         """The events so far, of which one may have come twice, tell of just the blocks that can be found."""
-        router = Router()
+        listener = Router() if len(self.cache.groups) == 1 else Listener()
         for event in self.events:
-            router(event)
-        router.agrees_with(self.cache)
+            listener(event)
+        listener.agrees_with(self.cache)
 
     def everything(self):
         """All state of the cache as bytes, and K of all blocks in use; what is in the free ones does not matter."""
@@ -51,6 +60,21 @@ class Scene:
         return arrays, np.stack(self.cache.k_caches)[:, self.cache.pool.ref_counts > 0].tobytes()
 
 
+def states_of(mutate, windows=None):
+    """Everything before a mutation, and after each of its steps, of which an error leaves the first ones."""
+    scene, commit = Scene(windows), BlockPool._commit
+    states = [scene.everything()]
+
+    def recorded(*args, **options):
+        commit(*args, **options)
+        states.append(scene.everything())
+
+    with mock.patch.object(BlockPool, "_commit", recorded):
+        mutate(scene)
+    return states
+
+
+WINDOWS = (3, None)
 MUTATIONS = {
     "pool.allocate": lambda s: s.cache.pool.allocate(2),
     "pool.allocate, evicting": lambda s: s.cache.pool.allocate(7),
@@ -72,6 +96,8 @@ MUTATIONS = {
     "unpin": lambda s: s.cache.unpin("first"),
     "reset": lambda s: s.cache.reset(),
 }
+# Those that do more where there are windows.
+OF_WINDOWS = ("add, found", "append n", "append, next", "commit", "truncate")
 READS = {
     "batch": lambda s: [
         x.tolist() for x in (s.cache.batch([s.seq, s.other]).block_tables, s.cache.batch(s.seq).seq_lens)
