@@ -6,6 +6,7 @@ import pytest
 from pagedkv.stores import FileStore, HostStore
 from pagedkv.stores.redis import RedisStore
 
+from .nixl_agent import host_and_store
 from .redis_server import redis_server
 
 BLOCK_BYTES, NUM_BLOCKS = 100, 6
@@ -26,13 +27,23 @@ def redis_url(tmp_path_factory):
         yield url
 
 
-@pytest.fixture(params=["host", "file", "redis"])
+@pytest.fixture(scope="module")
+def nixl_store():
+    with host_and_store(CAPACITY, BLOCK_BYTES) as (_, store):
+        yield store
+
+
+@pytest.fixture(params=["host", "file", "redis", "nixl"])
 def store(request, tmp_path):
     if request.param == "host":
         yield HostStore(CAPACITY, BLOCK_BYTES)
     elif request.param == "file":
         with FileStore(tmp_path / "blocks", CAPACITY, BLOCK_BYTES) as store:
             yield store
+    elif request.param == "nixl":
+        store = request.getfixturevalue("nixl_store")
+        yield store
+        store.remove(keys(*range(30)))
     else:
         pytest.importorskip("redis", reason="redis-py is not installed: the extra redis brings it")
         url = request.getfixturevalue("redis_url")

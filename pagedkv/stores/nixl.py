@@ -1,0 +1,293 @@
+"""NixlHost and NixlStore: wire blocks in the memory of another process, which NIXL moves.
+
+A host has the memory. A store asks it over a TCP connection where blocks are or may go, has NIXL read or write them
+there, and says when it is done. Until then, or until the time-out, the host gives the memory to nobody else. A store
+that is late reads or writes what may be another's by then, and the checksums of the blocks tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from struct import Struct
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+
+from ..memory.prefix.digests import NUM_BYTES
+from .slots import Slots, require_blocks, room_for, sizes_of
+from .store import Buffer
+
+_HELLO = Struct("<QQQI")  # capacity, block_bytes, address of the memory, bytes of NIXL's metadata
+_REQUEST = Struct("<4sI")  # what to do, with how many keys
+_GET, _PUT, _REMOVE, _DONE = b"get ", b"put ", b"rem ", b"done"
+_NOWHERE = 2**64 - 1
+_POLL = 2e-5  # seconds
+_PAGE = 4096
+
+
+class NixlHost:
+    """Has memory for blocks, which a `NixlStore` of this or another process fills and reads.
+
+    Whoever reaches its address may read and write blocks.
+
+    Parameters
+    ----------
+    capacity, block_bytes : int
+        As in `HostStore`.
+    address : tuple of str and int
+        Where it listens; port 0 for a free one.
+    timeout : float
+        Seconds that it keeps memory for a store that is reading or writing.
+
+    Attributes
+    ----------
+    address : tuple of str and int
+        With the port that it got.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        NIXL is not installed; the message says how to.
+
+    Examples
+    --------
+    Here in one process, with both of them:
+
+    >>> from contextlib import suppress
+    >>> from pagedkv.stores.nixl import NixlHost, NixlStore
+    >>> with suppress(ModuleNotFoundError):  # where NIXL is not installed
+    ...     with NixlHost(capacity=2**20, block_bytes=2**15) as host, NixlStore(host.address) as store:
+    ...         store.put([b"a key, 16 bytes."], [b"a block"])
+    """
+
+    def __init__(
+        self, capacity: int, block_bytes: int, address: tuple[str, int] = ("127.0.0.1", 0), *, timeout: float = 5.0
+    ) -> None:
+        self._slots = Slots(capacity, block_bytes)
+        self._agent, self._timeout, self._lock = _agent(), timeout, Lock()
+        self._memory = np.empty(self._slots.num_slots * self._slots.block_bytes, np.uint8)
+        memory = self._memory.ctypes.data, self._memory.nbytes, 0
+        self._registered = self._agent.register_memory(_joined([memory]), "DRAM")
+        sizes = self._slots.capacity, self._slots.block_bytes, self._memory.ctypes.data
+        metadata = self._agent.get_agent_metadata()
+        self._hello = _HELLO.pack(*sizes, len(metadata)) + metadata
+        self._listener = socket.create_server(address)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        Thread(target=self._accept, name="pagedkv-nixl", daemon=True).start()
+
+    def __enter__(self) -> NixlHost:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                Thread(target=self._serve, args=(connection,), name="pagedkv-nixl", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError, ValueError), connection:
+            connection.sendall(self._hello)
+            while True:
+                connection.settimeout(None)
+                what, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
+                connection.settimeout(self._timeout)
+                packed = _receive(connection, count * NUM_BYTES)
+                keys = [packed[i : i + NUM_BYTES] for i in range(0, len(packed), NUM_BYTES)]
+                with self._lock:
+                    if what == _GET:
+                        self._give(connection, keys)
+                    elif what == _PUT:
+                        self._take(connection, keys, np.frombuffer(_receive(connection, count * 8), "<u8").tolist())
+                    else:
+                        self._slots.remove(keys)
+                connection.sendall(_DONE)
+
+    def _give(self, connection: socket.socket, keys: list[bytes]) -> None:
+        """Say where blocks are, and wait until they have been read."""
+        places = [(_NOWHERE, 0) if place is None else place for place in self._slots.find(keys)]
+        connection.sendall(np.array(places, "<u8").tobytes())
+        _receive(connection, len(_DONE))
+
+    def _take(self, connection: socket.socket, keys: list[bytes], sizes: list[int]) -> None:
+        """Say where new blocks may go, and name them once they have been written."""
+        chosen, slots, evicted = self._slots.plan(keys, sizes)
+        self._slots.remove(evicted)
+        places = np.full((len(keys), 2), _NOWHERE, "<u8")
+        places[chosen, 0], places[chosen, 1] = slots, [sizes[i] for i in chosen]
+        connection.sendall(places.tobytes())
+        _receive(connection, len(_DONE))
+        self._slots.put([keys[i] for i in chosen], slots, [sizes[i] for i in chosen])
+
+
+class NixlStore:
+    """Keeps blocks in the memory of a `NixlHost`. Any thread may call it.
+
+    Parameters
+    ----------
+    address : tuple of str and int
+        That of the host.
+    timeout : float
+        Seconds that a call waits for the host, and for NIXL, at most. After an error the next call connects again.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        NIXL is not installed; the message says how to.
+    OSError
+        Nobody listens there, or does not answer; methods raise it, too.
+
+    Examples
+    --------
+    >>> from pagedkv.stores.nixl import NixlStore
+    >>> try:
+    ...     store = NixlStore(("127.0.0.1", 9))  # the address of a host in another process
+    ... except (ModuleNotFoundError, OSError):
+    ...     store = None  # compute everything
+    """
+
+    def __init__(self, address: tuple[str, int], *, timeout: float = 5.0) -> None:
+        self._address, self._timeout, self._lock = address, timeout, Lock()
+        self._agent = _agent()
+        self._connection: socket.socket | None = None
+        self._unfinished: list[Any] = []  # memory that NIXL may still write to
+        with self._lock:
+            self._connected()
+
+    def __enter__(self) -> NixlStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
+        """Look up keys; see `BlockStore.get`."""
+        with self._asked(_GET, keys) as (connection, deadline):
+            places = self._places(connection, len(keys))
+            found = room_for(places)
+            for block in found:
+                if block is not None:  # NIXL is slow to write to pages that the process has not touched
+                    np.frombuffer(block, np.uint8)[::_PAGE] = 0
+            self._move("READ", [(x, place) for x, place in zip(found, places, strict=True) if x and place], deadline)
+        return found
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
+        """Keep copies of blocks; see `BlockStore.put`."""
+        sizes = sizes_of(blocks)
+        require_blocks(keys, sizes, self.block_bytes)
+        with self._asked(_PUT, keys, np.array(sizes, "<u8").tobytes()) as (connection, deadline):
+            places = self._places(connection, len(keys))
+            self._move("WRITE", [(x, place) for x, place in zip(blocks, places, strict=True) if place], deadline)
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget keys."""
+        with self._asked(_REMOVE, keys):
+            pass
+
+    @contextmanager
+    def _asked(self, what: bytes, keys: Sequence[bytes], more: bytes = b"") -> Iterator[tuple[socket.socket, float]]:
+        """Send a request, let the caller move the blocks, and wait until the host knows."""
+        deadline = time.monotonic() + self._timeout
+        with self._lock:
+            try:
+                connection = self._connected()
+                connection.sendall(_REQUEST.pack(what, len(keys)) + b"".join(keys) + more)
+                yield connection, deadline
+                if what != _REMOVE:
+                    connection.sendall(_DONE)
+                _receive(connection, len(_DONE))
+            except BaseException:
+                self.close()
+                raise
+
+    def _connected(self) -> socket.socket:
+        if self._connection is None:
+            self._connection = connection = socket.create_connection(self._address, self._timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = _HELLO.unpack(_receive(connection, _HELLO.size))
+            self.capacity, self.block_bytes, self._base, size = hello
+            self._host = self._agent.add_remote_agent(_receive(connection, size))
+        return self._connection
+
+    @staticmethod
+    def _places(connection: socket.socket, count: int) -> list[tuple[int, int] | None]:
+        places = np.frombuffer(_receive(connection, count * 16), "<u8").reshape(-1, 2).tolist()
+        return [None if slot == _NOWHERE else (slot, size) for slot, size in places]
+
+    def _move(self, operation: str, moves: list[tuple[Buffer, tuple[int, int]]], deadline: float) -> None:
+        """Have NIXL copy blocks from the host's memory, or to it."""
+        if not moves:
+            return
+        agent, here = self._agent, [np.frombuffer(x, np.uint8) for x, _ in moves]
+        there = [(self._base + slot * self.block_bytes, size, 0) for _, (slot, size) in moves]
+        regions = [(x.ctypes.data, x.nbytes, 0) for x in here]
+        registered = agent.register_memory(_joined(regions), "DRAM")
+        local = agent.get_xfer_descs(regions, "DRAM")
+        transfer = agent.initialize_xfer(operation, local, agent.get_xfer_descs(there, "DRAM"), self._host)
+        state = agent.transfer(transfer)
+        while state == "PROC" and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            state = agent.check_xfer_state(transfer)
+        if state != "DONE":
+            self._unfinished.append((here, transfer, registered))
+            raise TimeoutError(f"NIXL has not moved {len(moves)} blocks in {self._timeout} seconds: {state}")
+        agent.release_xfer_handle(transfer)
+        agent.deregister_memory(registered)
+
+
+def _agent() -> Any:
+    """An agent of NIXL that moves memory of the host."""
+    name = next((name for name in ("nixl_cu12", "nixl_cu13") if find_spec(name)), None)
+    if name is None:
+        raise ModuleNotFoundError(
+            "NIXL is not installed: pip install --no-deps nixl-cu12 (on Linux; without --no-deps it brings torch)",
+            name="nixl_cu12",
+        )
+    nixl = import_module(name)
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # else it writes to stdout that it begins
+    return nixl.nixl_agent(f"pagedkv-{os.urandom(8).hex()}", nixl.nixl_agent_config(backends=["UCX"]))
+
+
+def _joined(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int, str]]:
+    """Regions of memory to register, those that touch as one: NIXL crashes if it lets go of one that it has twice."""
+    joined: list[tuple[int, int]] = []
+    for first, size, _ in sorted(regions):
+        end = first + size
+        if joined and first <= joined[-1][1]:
+            first, before = joined.pop()
+            end = max(end, before)
+        joined.append((first, end))
+    return [(first, end - first, 0, "") for first, end in joined]
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    room = bytearray(size)
+    left = memoryview(room)
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            raise ConnectionError("the other side has closed the connection")
+        left = left[count:]
+    return bytes(room)

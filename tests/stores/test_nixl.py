@@ -1,0 +1,97 @@
+"""A NixlHost and the stores that use its memory: what happens if one of them is late, or gone."""
+
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from pagedkv.stores import nixl
+
+from .nixl_agent import StandIn, host_and_store
+
+KEY, BLOCK = b"a key, 16 bytes.", b"a block"
+HAS_NIXL = bool(find_spec("nixl_cu12") or find_spec("nixl_cu13"))
+
+HOST = """
+import sys
+from pagedkv.stores.nixl import NixlHost
+with NixlHost(2**22, 2**16) as host:
+    print("port", host.address[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_host_frees_what_a_store_leaves():
+    with host_and_store(700, 100, host_timeout=2.0 if HAS_NIXL else 0.05) as (host, store):
+        store.put([KEY], [BLOCK])
+        with socket.create_connection(host.address) as late:
+            late.sendall(nixl._REQUEST.pack(nixl._GET, 1) + KEY)  # and never says that it has read
+            assert bytes(store.get([KEY])[0]) == BLOCK
+        with socket.create_connection(host.address) as gone:
+            size = (100).to_bytes(8, "little")
+            gone.sendall(nixl._REQUEST.pack(nixl._PUT, 7) + b"".join(bytes([i]) * 16 for i in range(7)) + size * 7)
+            time.sleep(0.01)
+        store.put([bytes([i]) * 16 for i in range(10, 17)], [BLOCK] * 7)
+        assert store.get([bytes([i]) * 16 for i in range(7)]) == [None] * 7
+        assert None not in store.get([bytes([i]) * 16 for i in range(10, 17)])
+        assert len(host._slots._free) == 0
+
+
+def test_a_store_connects_again():
+    with host_and_store(700, 100) as (_, store):
+        store.put([KEY], [BLOCK])
+        store._connection.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(ConnectionError):
+            store.get([KEY])
+        assert bytes(store.get([KEY])[0]) == BLOCK
+
+
+def test_a_host_that_does_not_answer_is_an_error_in_time():
+    with host_and_store(700, 100, timeout=0.1) as (host, store), host._lock:
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            store.get([KEY])
+        assert time.monotonic() - begin < 5
+        host.close()
+        with pytest.raises(ConnectionRefusedError):
+            nixl.NixlStore(host.address, timeout=0.1)
+
+
+@pytest.mark.skipif(HAS_NIXL, reason="NIXL is installed, and cannot be told to stall")
+def test_a_transfer_that_stalls_keeps_its_memory(monkeypatch):
+    with host_and_store(700, 100, timeout=0.1) as (_, store):
+        store.put([KEY], [BLOCK])
+        monkeypatch.setattr(StandIn, "state", "PROC")
+        with pytest.raises(TimeoutError, match=r"NIXL has not moved 1 blocks in 0\.1 seconds: PROC"):
+            store.get([KEY])
+        assert len(store._unfinished) == 1
+        monkeypatch.setattr(StandIn, "state", "DONE")
+        assert bytes(store.get([KEY])[0]) == BLOCK
+
+
+@pytest.mark.skipif(HAS_NIXL, reason="NIXL is installed")
+def test_without_nixl_a_message_says_how_to_install_it():
+    with pytest.raises(ModuleNotFoundError, match="NIXL is not installed: pip install --no-deps nixl-cu12"):
+        nixl.NixlHost(700, 100)
+
+
+@pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install --no-deps nixl-cu12")
+def test_processes_share_a_host():
+    """Two stores of this process, over the memory of another; it ends in the middle."""
+    command = [sys.executable, "-c", HOST]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        port = next(int(line.split()[1]) for line in process.stdout if line.startswith("port"))
+        blocks = [np.full(2**16, i, np.uint8) for i in range(64)]
+        keys = [bytes([i]) * 16 for i in range(64)]
+        with nixl.NixlStore(("127.0.0.1", port)) as one, nixl.NixlStore(("127.0.0.1", port)) as other:
+            one.put(keys, blocks)
+            assert all(bytes(x) == y.tobytes() for x, y in zip(other.get(keys), blocks, strict=True))
+            process.kill()
+            with pytest.raises(ConnectionError):
+                other.get(keys)
+            with pytest.raises(ConnectionError):
+                other.get(keys)
