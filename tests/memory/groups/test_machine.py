@@ -400,13 +400,14 @@ class GroupMachine(RuleBasedStateMachine):
     def pin(self, data):
         """A pin keeps what it found until `unpin`."""
         seq, name = self.seqs[data.draw(st.sampled_from([*self.seqs]))], f"pin {next(self.names)}"
-        tokens = seq.tokens[: seq.known // self.cache.block_size * self.cache.block_size]
-        expected = self.cache.find([*tokens, 2], seq.salt)  # no block has a 2, so whole blocks alone are found
+        tokens, size = seq.tokens[: seq.known], self.cache.block_size
+        whole = range(size, len(tokens) + 1, size)  # no block has a 2, so no part of one is found behind these
+        expected = max((n for n in whole if self.cache.find([*tokens[:n], 2], seq.salt) == n), default=0)
         if not expected:
             with refused(self.cache, ValueError, "must begin with a full block"):
-                self.cache.pin(name, seq.tokens[: seq.known], seq.salt)
+                self.cache.pin(name, tokens, seq.salt)
             return
-        length = self.cache.pin(name, seq.tokens[: seq.known], seq.salt)
+        length = self.cache.pin(name, tokens, seq.salt)
         assert length == expected
         self.pins[name] = tokens[:length], seq.salt
 
