@@ -114,6 +114,6 @@ class Batches(Guarded):
         room = min(-(-bucket(longest) // self._sequences.block_size), self._sequences.max_blocks)
         mirrored = tables.update(block_tables.reshape(-1, block_tables.shape[-1]), room)
         if block_tables.ndim == 3:
-            mirrored = mirrored.reshape(*block_tables.shape[:2], -1)
+            mirrored = mirrored.reshape(*block_tables.shape[:2], mirrored.shape[1])
         mirrored_lens = lens.update(seq_lens[:, None])[:, 0]
         return Batch(mirrored, mirrored_lens, longest, self._arrays, seq_lens, query_lens)

@@ -136,6 +136,19 @@ def test_the_batch_of_a_cache_is_mirrored(cupy):
     np.testing.assert_array_equal(twice.block_tables[:, :8], cache.block_tables([seqs[2]] * 20))
 
 
+def test_the_tables_of_groups_are_mirrored(cupy):
+    sizes = {"max_seqs": 8, "max_seq_len": 64, "windows": (6, None)}
+    cache, twin = PagedKVCache(2, 64, 4, 1, 8, array_module="cupy", **sizes), PagedKVCache(2, 64, 4, 1, 8, **sizes)
+    seqs = [(cache.add(n).seq, twin.add(n).seq) for n in (5, 16, 30)]
+    for names in (seqs, seqs[1:], seqs, []):
+        ours, theirs = ([pair[i] for pair in names] for i in range(2))
+        cache.append(ours)
+        twin.append(theirs)
+        tables, expected = cache.batch(ours).block_tables, twin.batch(theirs).block_tables
+        assert tables.shape == (2, len(names), 16)
+        np.testing.assert_array_equal(tables[:, :, : expected.shape[2]], expected)
+
+
 def test_tables_on_a_device_change_their_shape_once_for_each_doubling(cupy):
     """Otherwise every new block would need a new plan, and captured CUDA graphs would read too narrow tables."""
     cache = PagedKVCache(1, 1024, 4, 1, 8, array_module="cupy", max_seqs=2, max_seq_len=3000)
