@@ -17,7 +17,7 @@ from pagedkv.memory import Batch, Stats
 from .memory.manager import refused
 
 LAYERS, BLOCKS, P, HEADS, DIM = 3, 10, 8, 2, 16
-REST_OF_STATS = [field.name for field in dataclasses.fields(Stats)][3:]
+REST_OF_STATS = {field.name: 0 for field in dataclasses.fields(Stats)[3:]} | {"used_by_group": (0,)}
 ARRAYS = {"numpy": np.ndarray, "torch": torch.Tensor}
 
 
@@ -166,7 +166,7 @@ def test_sequences_come_and_go():
 def test_stats_count_blocks_tokens_and_bytes():
     cache = make()
     num_bytes = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches))
-    assert cache.stats() == Stats(10, used=0, free=10, **dict.fromkeys(REST_OF_STATS, 0) | {"num_bytes": num_bytes})
+    assert cache.stats() == Stats(10, used=0, free=10, **REST_OF_STATS | {"num_bytes": num_bytes})
     seq = cache.add(2 * P + 3).seq
     [fork] = cache.fork(seq)
     cache.truncate(fork, P + 1)
@@ -177,6 +177,7 @@ def test_stats_count_blocks_tokens_and_bytes():
         free=6,
         shared=2,
         cached=0,
+        used_by_group=(4,),
         num_tokens=2 * P + 3 + P + 1 + P,
         wasted_slots=P - 3,
         contiguous_blocks=15,

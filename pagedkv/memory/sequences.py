@@ -364,6 +364,23 @@ class Sequences(Guarded):
         return owners
 
     @consistent
+    def block_groups(self) -> npt.NDArray[np.int64]:
+        """The index in `groups` of the group that each block belongs to, (N,) int64; -1 for a block that none holds.
+
+        Examples
+        --------
+        >>> from pagedkv import PagedKVCache
+        >>> cache = PagedKVCache(2, 6, block_size=4, num_kv_heads=1, head_dim=8, windows=[2, None])
+        >>> seq, _ = cache.add(6)
+        >>> cache.block_groups()
+        array([ 0,  0,  1,  1, -1, -1])
+        """
+        lines, columns = self._rows.held()
+        groups = np.full(self.pool.num_blocks, UNUSED, np.int64)
+        groups[self._rows.blocks[lines, columns]] = lines // self.max_seqs
+        return groups
+
+    @consistent
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds, the pool's included.
 

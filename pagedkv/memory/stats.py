@@ -24,19 +24,22 @@ class Stats:
         Used blocks with more than one reference.
     cached : int
         Free blocks whose contents can still be found by their tokens.
+    used_by_group : tuple of int
+        Blocks that sequences hold in each of `PagedKVCache.groups`.
     num_tokens : int
         The lengths of all sequences together; a shared token counts once for each.
     wasted_slots : int
         Slots of used blocks that hold no token of any sequence.
     contiguous_blocks : int
-        Blocks that it would take to reserve the maximum length for every sequence.
+        Blocks that it would take to reserve the maximum length for every sequence, in all groups: contiguous memory
+        keeps what windows have passed.
     queried_tokens, hit_tokens : int
         Tokens that `add` got so far, and those of them that the cache had already. A Scheduler starts a prompt with all
         its tokens, in however many chunks it computes them; tokens of `append` do not count.
     preempted_tokens, preempted_hit_tokens : int
         The same for requests that a Scheduler started again after a preemption, which mostly find their own tokens.
     num_bytes, used_bytes : int
-        K and V of all blocks in all layers, and of the used ones.
+        Bytes of all blocks, and of the used ones; where groups differ in size, with the room that some leave unused.
     """
 
     num_blocks: int
@@ -44,6 +47,7 @@ class Stats:
     free: int
     shared: int
     cached: int
+    used_by_group: tuple[int, ...]
     num_tokens: int
     wasted_slots: int
     contiguous_blocks: int
@@ -56,7 +60,7 @@ class Stats:
 
     @classmethod
     def of(cls, sequences: Sequences, block_bytes: int) -> Stats:
-        """Collect the statistics of sequences and their pool; a block has `block_bytes` bytes in all layers."""
+        """Collect the statistics of sequences and their pool; a block has `block_bytes` bytes."""
         pool, found = sequences.pool, sequences.pool._prefix_cache
         queried, hit = ([0, 0], [0, 0]) if found is None else (found.num_queried.tolist(), found.num_hit.tolist())
         used = pool.num_blocks - pool.num_free
@@ -66,9 +70,10 @@ class Stats:
             free=pool.num_free,
             shared=pool.num_shared,
             cached=pool.num_cached,
+            used_by_group=_used_by_group(sequences, used),
             num_tokens=sequences.num_tokens,
             wasted_slots=_wasted_slots(sequences),
-            contiguous_blocks=sequences.num_seqs * sequences.max_blocks,
+            contiguous_blocks=len(sequences.groups) * sequences.num_seqs * sequences.max_blocks,
             queried_tokens=queried[0],
             hit_tokens=hit[0],
             preempted_tokens=queried[1],
@@ -79,15 +84,30 @@ class Stats:
 
     def to_html(self) -> str:
         """Format the numbers as an HTML table."""
-        rows = "".join(f"<tr><th>{field.name}</th><td>{getattr(self, field.name)}</td></tr>" for field in fields(self))
-        return f"<table>{rows}</table>"
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["used_by_group"] = " + ".join(map(str, self.used_by_group))
+        return (
+            f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in values.items())}</table>"
+        )
 
 
 def pool_map(sequences: Sequences) -> PoolMap:
     """The map of the pool of sequences."""
     ref_counts, found = sequences.pool.ref_counts, sequences.pool._prefix_cache
     cached = None if found is None else (ref_counts == 0) & found.is_findable(np.arange(sequences.pool.num_blocks))
-    return PoolMap(sequences.block_owners(), ref_counts, sequences.block_fills(), sequences.block_size, cached)
+    windows = tuple(group.window for group in sequences.groups)
+    groups = sequences.block_groups() if len(windows) > 1 else None
+    fills, block_size = sequences.block_fills(), sequences.block_size
+    return PoolMap(sequences.block_owners(), ref_counts, fills, block_size, cached, groups, windows)
+
+
+def _used_by_group(sequences: Sequences, used: int) -> tuple[int, ...]:
+    """Blocks that sequences hold in each group, `used` in all."""
+    num_groups = len(sequences.groups)
+    if num_groups == 1:
+        return (used,)
+    groups = sequences.block_groups()
+    return tuple(np.bincount(groups[groups >= 0], minlength=num_groups).tolist())
 
 
 def _wasted_slots(sequences: Sequences) -> int:

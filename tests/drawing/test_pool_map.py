@@ -1,5 +1,6 @@
 """Maps of pools: what a character and a square stand for, and how large the pictures get."""
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ET
 
@@ -55,6 +56,16 @@ def test_a_character_for_two_blocks(pair, sign):
     [row, *_] = rows(make([*pair, *[None] * 62]), 2)
     assert row == sign + "."
     assert make([*pair, *[None] * 62]).to_text(2).endswith("# - of several sequences; 2 blocks a character")
+
+
+def test_a_character_for_two_blocks_of_groups():
+    groups = np.array([0, 0, 0, 1, 1, -1, -1, -1, 1, 1] + [-1] * 54)
+    blocks = [(1, 1, P) if group >= 0 else None for group in groups]
+    pool_map = dataclasses.replace(make(blocks), groups=groups, windows=(None, 8))
+    lines = pool_map.to_text(2).splitlines()
+    assert ["".join(lines[17:33])[:6], lines[33]] == ["0#1.1.", "groups of layers: 0 all tokens  1 window 8  # several"]
+    paths = pool_map.to_html()
+    assert [len(re.findall(box, paths)) for box in ("h5v5h-5z", "h5v-5h-5z", "h9v-9h-9z")] == [4, 4, 3]
 
 
 def squares(picture, **attributes):
