@@ -123,3 +123,41 @@ def test_rank_0_leads_and_does_not_follow(two):
 
 def test_a_rank_that_was_let_go_takes_no_calls(two):
     assert two[1]["closed"].startswith("RuntimeError: the Engine of rank 1 has ended: it was closed")
+
+
+# -- families
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+OF_HEADS = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+OF_HEADS |= {"model.layers.*.self_attn.o_proj": "rowwise"}
+OF_SINKS = {"model.layers.*.self_attn.sinks": "colwise", "model.layers.*.self_attn": "local_params"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "options", "heads_are_divided"),
+    [
+        ("Llama", {}, True),
+        ("Qwen3", {}, True),
+        ("Mistral", {}, True),
+        ("Gemma2", {}, True),
+        ("Gemma3", {}, True),
+        ("GptOss", {}, False),
+        ("GptOss", {"tp_plan": OF_HEADS | OF_SINKS}, True),
+        ("GptOss", {"tp_plan": "auto", "ep_size": 2}, False),
+        ("Phi3", {}, False),
+        ("Mixtral", {}, True),
+    ],
+)
+def test_each_family_generates_on_ranks_what_one_process_does(tmp_path, family, options, heads_are_divided, num_ranks):
+    if options.get("ep_size"):
+        options = options | {"ep_size": num_ranks}
+    model = make_model(family, **HEADS)
+    model.save_pretrained(tmp_path)
+    expected = greedy_tokens(Engine(type(model).from_pretrained(tmp_path), num_blocks=BLOCKS))
+    assert len({token for said in expected for token in said}) > 6
+    found = run("same_tokens", tmp_path, num_ranks, **options)
+    assert [rank["same"] for rank in found] == [expected] * num_ranks
+    assert found[0]["led"] == expected
+    assert [rank["generated"] for rank in found] == [expected] * num_ranks
+    assert [rank["kv_heads"] for rank in found] == [4 // num_ranks if heads_are_divided else 4] * num_ranks
