@@ -68,6 +68,10 @@ class Engine:
     draws, or abort requests. After an interrupt (Ctrl-C), or an error of a listener to the cache's events, the next
     call computes running requests again, except what the prefix cache finds of them.
 
+    A model that transformers has sharded over ranks needs an Engine on each of them, with the same settings. Either all
+    ranks make the same calls, or rank 0 makes them and the others `follow`. There an error or an interrupt of a step
+    ends the engine.
+
     Parameters
     ----------
     model : PreTrainedModel
@@ -77,7 +81,7 @@ class Engine:
         returns ids or a dict with `input_ids`, ``decode(ids, skip_special_tokens=)``, and for messages `chat_template`
         and ``apply_chat_template(messages, add_generation_prompt=, return_dict=)``.
     memory : str, int, float or None
-        Memory for K and V: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
+        Memory for K and V, on each rank: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
     num_blocks : int or None
         N, in place of `memory`.
     block_size : int
