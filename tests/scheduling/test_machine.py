@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import pagedkv
 from pagedkv.errors import OutOfBlocksError
 
+from ..memory.groups.tables import Listener
 from ..memory.prefix.router import Router
 from ..support.sizes import assert_sizes_follow
 from .toy import alone, forward, make_cache
@@ -21,6 +22,7 @@ class PlainMachine(RuleBasedStateMachine):
     """Without the prefix cache the twin says what each step is."""
 
     prefix_cache = False
+    windows = ((None,),)  # of the layers, in each of the models that are drawn
 
     @initialize(
         data=st.data(),
@@ -33,10 +35,13 @@ class PlainMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
         max_num_seqs = min(budget, max_num_seqs)
-        self.told = Router()
+        self.layers = data.draw(st.sampled_from(self.windows))
+        self.told = Router() if self.layers == (None,) else Listener()
         self.cache = make_cache(
             num_blocks,
             block_size,
+            num_layers=len(self.layers),
+            windows=self.layers,
             max_seqs=8,
             prefix_cache=self.prefix_cache,
             events=self.told if self.prefix_cache else None,
@@ -51,7 +56,7 @@ class PlainMachine(RuleBasedStateMachine):
         )
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, int(np.ceil(watermark * num_blocks)), aging)
-        self.most = num_blocks * block_size
+        self.most = min(self.cache.layer_groups.longest(num_blocks, budget), self.cache.max_seq_len)
         self.texts, self.turns = {}, {}  # all tokens; the prompt of this turn and how many to generate
         self.idle, self.others = set(), []
         self.step = None
@@ -117,7 +122,7 @@ class PlainMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.others) < 2 and self.cache.num_free > 0)
     @rule(data=st.data())
     def others_take_blocks(self, data):
-        n = data.draw(st.integers(1, min(6, self.cache.num_free)))
+        n = data.draw(st.integers(0, min(6, self.cache.num_free // len(self.cache.groups))))
         self.others.append((self.cache.add(n * self.cache.block_size).seq, n))
         self.twin.taken += n
 
@@ -199,7 +204,7 @@ class PlainMachine(RuleBasedStateMachine):
             assert [(number, reason) for number, _, reason in finished] == expected
         for number, new, _ in finished:
             prompt, num_new, resumable = self.turns[number]
-            text = alone(tuple(prompt), num_new)
+            text = alone(tuple(prompt), num_new, self.layers)
             assert new.tolist() == text[: text.index(EOS) + 1 if EOS in text else num_new]
             assert [*prompt, *new.tolist()] == self.texts[number]
             if resumable:
@@ -210,8 +215,8 @@ class PlainMachine(RuleBasedStateMachine):
 
     def fail(self):
         """The model raises after it has written some layers, which must have no effect."""
-        self.cache.k_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
-        self.cache.v_caches[0].reshape(-1, 64)[self.step.slots] = np.nan
+        slots = self.step.slots if self.step.slots.ndim == 1 else self.step.slots[0]
+        self.cache.k_caches[0].reshape(-1, 64)[slots] = self.cache.v_caches[0].reshape(-1, 64)[slots] = np.nan
         with pytest.raises(RuntimeError, match="call update with it, or drop"):
             self.scheduler.schedule()
         self.scheduler.drop()
@@ -245,6 +250,12 @@ class PrefixMachine(PlainMachine):
         self.told.agrees_with(self.cache, (None, "a"))
 
 
+class WindowMachine(PrefixMachine):
+    """Requests hold the blocks of their windows alone."""
+
+    windows = ((6, None), (None, 3, 9), (5,))
+
+
 class LongMachine(PlainMachine):
     pass
 
@@ -253,11 +264,19 @@ class LongPrefixMachine(PrefixMachine):
     pass
 
 
+class LongWindowMachine(WindowMachine):
+    pass
+
+
 TestPlainMachine = PlainMachine.TestCase
 TestPlainMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=20, stateful_step_count=15)
+TestWindowMachine = WindowMachine.TestCase
+TestWindowMachine.settings = settings(max_examples=15, stateful_step_count=15)
 TestLongMachine = pytest.mark.long(LongMachine.TestCase)
 TestLongMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
 TestLongPrefixMachine = pytest.mark.long(LongPrefixMachine.TestCase)
 TestLongPrefixMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
+TestLongWindowMachine = pytest.mark.long(LongWindowMachine.TestCase)
+TestLongWindowMachine.settings = settings(max_examples=2_500, stateful_step_count=60)

@@ -89,8 +89,8 @@ class Listener:
             self.blocks -= blocks
             self.any_removed = True
 
-    def agrees_with(self, cache):
-        """There are as many blocks in each group as can be found."""
+    def agrees_with(self, cache, salts=(None,)):
+        """There are as many blocks as can be found."""
         if cache.prefix_cache:
             assert len(self.blocks) == len(cache.pool._prefix_cache.findable())
 
