@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 TABLE = "tests/memory/test_table.py::"
+GROUPS = "tests/memory/groups/test_cases.py::"
 TRANSACTION = "tests/memory/transactions/test_transaction.py::"
 MACHINE = "tests/memory/test_manager_machine.py"
 PREFIX_MACHINE = "tests/memory/prefix/test_machine.py::TestPrefixMachine"
@@ -170,5 +171,23 @@ MUTANTS = [
         "return size * blocks * (1 + _COST_OF_GROUP * num_groups)",
         "return blocks * (1 + _COST_OF_GROUP * num_groups)",
         "tests/memory/test_groups.py::test_the_groups_of_models",
+    ),
+    Mutant(
+        "groups: a block is released with a key that the next query sees",
+        "// self.block_size * self.block_size - keep)",
+        "// self.block_size * self.block_size - keep + 1)",
+        GROUPS + "test_a_window_holds_three_blocks_however_long_a_sequence_grows",
+    ),
+    Mutant(
+        "groups: a sequence is cut to where it lacks a block",
+        "np.where(first > 0, first * self.block_size + behind, 0)",
+        "np.where(first > 0, first * self.block_size + behind - 1, 0)",
+        GROUPS + "test_the_last_append_can_be_taken_back_and_no_more_than_the_window_allows",
+    ),
+    Mutant(
+        "groups: blocks are stored behind one that was passed",
+        "ends = first > np.maximum(self.num_found[rows] - 1, 0)",
+        "ends = first > self.num_found[rows]",
+        GROUPS + "test_nothing_is_found_behind_blocks_that_were_passed_before_they_were_stored",
     ),
 ]

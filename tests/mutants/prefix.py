@@ -85,4 +85,17 @@ MUTANTS = [
         "            if number > request[1]:\n",
         KV_EVENTS + "test_a_replay_has_the_messages_that_are_kept",
     ),
+    Mutant(
+        "groups: a hit may lack the first block of a window",
+        "possible = (last_gap < groups",
+        "possible = (last_gap <= groups",
+        "tests/memory/groups/test_cases.py::test_a_hit_ends_where_a_block_of_the_window_is_missing",
+    ),
+    Mutant(
+        "groups: what a window has passed is evicted before its time",
+        "        again = self._found_again[blocks]\n",
+        "        again = np.zeros(len(blocks), np.bool)\n",
+        "tests/memory/groups/test_needs.py::"
+        "test_prompts_find_their_common_beginning_in_half_of_the_blocks_that_they_need",
+    ),
 ]

@@ -7,7 +7,7 @@ import pytest
 
 from pagedkv.memory import LRU
 
-from .tables import Chosen, P, assert_sound, columns, evict, make, shortest, tables
+from .tables import Chosen, Listener, P, assert_sound, columns, evict, make, shortest, tables
 
 TEXT = [*range(100)]
 OTHERS = [*range(1000, 1100)]
@@ -249,6 +249,19 @@ def test_a_pin_of_a_cache_without_a_full_group_keeps_all_that_finding_it_takes()
     assert cache.pin("text", TEXT[:24]) == 24
     cache.pool.release(cache.pool.allocate(cache.num_free))
     assert cache.find(TEXT[:25]) == 24
+
+
+def test_nothing_is_found_behind_blocks_that_were_passed_before_they_were_stored():
+    listener = Listener()
+    cache = make(5, 5, events=listener)
+    seq = started(cache, TEXT[:8])
+    cache.append(seq, 4, TEXT[8:12])
+    for token in TEXT[12:20]:  # the first of these passes the block that the third would be stored behind
+        cache.append(seq, tokens=[token])
+        cache.commit(seq)
+        assert_sound(cache, [seq])
+    assert cache.find(TEXT[:21]) == 8
+    assert len(listener.blocks) == 2
 
 
 def test_a_longer_prompt_shares_the_full_blocks_of_a_shorter_one():
