@@ -31,6 +31,7 @@ _GET, _PUT, _REMOVE, _DONE = b"get ", b"put ", b"rem ", b"done"
 _NOWHERE = 2**64 - 1
 _POLL = 2e-5  # seconds
 _PAGE = 4096
+_AT_ONCE = 2**26  # bytes of a request
 
 
 class NixlHost:
@@ -184,6 +185,11 @@ class NixlStore:
 
     def get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Look up keys; see `BlockStore.get`."""
+        # The last ones first, so that the first ones are the most recently used.
+        parts = [self._get(keys[some]) for some in reversed(self._at_once(len(keys)))]
+        return [block for part in reversed(parts) for block in part]
+
+    def _get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         with self._asked(_GET, keys) as (connection, deadline):
             places = self._places(connection, len(keys))
             found = room_for(places)
@@ -197,14 +203,22 @@ class NixlStore:
         """Keep copies of blocks; see `BlockStore.put`."""
         sizes = sizes_of(blocks)
         require_blocks(keys, sizes, self.block_bytes)
-        with self._asked(_PUT, keys, np.array(sizes, "<u8").tobytes()) as (connection, deadline):
-            places = self._places(connection, len(keys))
-            self._move("WRITE", [(x, place) for x, place in zip(blocks, places, strict=True) if place], deadline)
+        for some in reversed(self._at_once(len(keys))):
+            packed = np.array(sizes[some], "<u8").tobytes()
+            with self._asked(_PUT, keys[some], packed) as (connection, deadline):
+                places = self._places(connection, len(keys[some]))
+                moves = [(x, place) for x, place in zip(blocks[some], places, strict=True) if place]
+                self._move("WRITE", moves, deadline)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys."""
         with self._asked(_REMOVE, keys):
             pass
+
+    def _at_once(self, count: int) -> list[slice]:
+        """The blocks of each request: others get their turn, and none takes as long as the time-out."""
+        most = max(1, _AT_ONCE // self.block_bytes)
+        return [slice(first, first + most) for first in range(0, count, most)]
 
     @contextmanager
     def _asked(self, what: bytes, keys: Sequence[bytes], more: bytes = b"") -> Iterator[tuple[socket.socket, float]]:

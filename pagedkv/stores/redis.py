@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ..extras import pip_install
 from ..memory.arguments import as_int
 from .slots import require_blocks, sizes_of
 from .store import Buffer
 
-_AT_ONCE = 2**22  # bytes of one command and its answer, about
+_AT_ONCE = 2**20  # bytes of one command and its answer, about
+_ROOM = 2**25  # bytes for blocks that have come, at a time
 _ORPHANED = 60  # seconds after which the server drops a block whose writer has not come to count it
 # Counts and orders blocks, whose values are there already, and evicts others. All on the server, and so in one piece.
 _USE = """
@@ -94,10 +97,18 @@ class RedisStore:
     def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """Look up keys; see `BlockStore.get`."""
         found: list[Buffer | None] = []
-        at_once = 1
+        at_once, room = 1, memoryview(b"")
         while len(found) < len(keys):
-            found += self._client.mget([self._prefix + key for key in keys[len(found) : len(found) + at_once]])
-            at_once = max(1, _AT_ONCE // max(1, max(len(block or b"") for block in found)))
+            for block in self._client.mget([self._prefix + key for key in keys[len(found) : len(found) + at_once]]):
+                if block is None:
+                    found.append(None)
+                    continue
+                # The memory of each answer is used again for the next one: new pages would take longer than the copy.
+                if len(room) < len(block):
+                    room = np.empty(max(_ROOM, len(block)), np.uint8).data
+                room[: len(block)] = block
+                found.append(room[: len(block)])
+                room, at_once = room[len(block) :], max(1, _AT_ONCE // len(block))
         self._count(keys)
         return found
 

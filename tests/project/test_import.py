@@ -33,7 +33,7 @@ def test_import_is_light():
 def test_submodules_are_there_when_they_are_looked_up():
     code = """
 import sys, pagedkv
-assert not {"pagedkv.reference", "pagedkv.emulator", "pagedkv.trace"} & set(sys.modules)
+assert not {"pagedkv.reference", "pagedkv.emulator", "pagedkv.stores", "pagedkv.trace"} & set(sys.modules)
 print(pagedkv.reference.decode_attention.__name__, pagedkv.emulator.EmulatorDevice.__name__)
 print(pagedkv.trace.simulate.__name__)
 assert not hasattr(pagedkv, "references")
