@@ -332,8 +332,9 @@ class PagedKVCache(Sequences):
             The current stream of the device is being captured in a CUDA graph.
         """
         ids = None if tokens is None else ids_of(tokens)
-        self._release_passed(seqs, n, ids)
-        plan = self._rows.plan_copying(self._layer_caches.read, self._rows.plan_append, seqs, n, ids)
+        rows = self._rows.handles.find_distinct(seqs)
+        self._release_passed(rows, n, ids)
+        plan = self._rows.plan_copying(self._layer_caches.read, self._rows.plan_append, rows, n, ids)
         self._layer_caches.copy(plan.copies)
         slots = self._arrays.asarray(plan.slots)
         self.pool._commit(plan.writes, undo=lambda: self._plan_take_back(seqs, n))
@@ -358,8 +359,9 @@ class PagedKVCache(Sequences):
         ValueError, KeyError
             A sequence is named twice, or was freed.
         """
-        self.pool._commit(self._rows.plan_commit(self._rows.handles.find_distinct(seqs)))
-        self._release_passed(seqs)  # another change: a block that the first one stores waits for its eviction then
+        rows = self._rows.handles.find_distinct(seqs)
+        self.pool._commit(self._rows.plan_commit(rows))
+        self._release_passed(rows)  # another change: a block that the first one stores waits for its eviction then
 
     @consistent
     def find(self, tokens: Any, salt: str | bytes | None = None) -> int:

@@ -200,9 +200,9 @@ class SequenceRows:
             require_one_each(tokens, len(rows) if is_step else int(num_new.sum()))
         return num_new, ends
 
-    def plan_append(self, seqs: Any, n: Any, tokens: Int32Array | None = None) -> AppendPlan:
-        """Add n tokens to the end of each sequence."""
-        rows, is_step, size = self.handles.find_distinct(seqs), type(n) is int and n == 1, self.block_size
+    def plan_append(self, rows: Int64Array, n: Any, tokens: Int32Array | None = None) -> AppendPlan:
+        """Add n tokens to the end of each row."""
+        is_step, size = type(n) is int and n == 1, self.block_size
         last_step = self.last_step_of(rows) if is_step else None
         if (
             last_step is not None
@@ -291,7 +291,7 @@ class SequenceRows:
         if self.windows is None:
             return []
         last_step = self.last_step_of(rows)
-        if last_step is not None and last_step.released:
+        if last_step is not None and (last_step.released or not len(last_step.full)):
             return []
         if last_step is None:
             at, lines, done = _IN_ORDER, self.lines_of(rows), self.lens[rows]

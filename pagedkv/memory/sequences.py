@@ -398,16 +398,14 @@ class Sequences(Guarded):
         """
         self._rows.check()
 
-    def _release_passed(self, seqs: Any, n: Any = 0, tokens: Int32Array | None = None) -> None:
-        """Release the blocks that no query behind the tokens that sequences have now will see.
+    def _release_passed(self, rows: Int64Array, n: Any = 0, tokens: Int32Array | None = None) -> None:
+        """Release the blocks that no query behind the tokens that rows have now will see.
 
         If `n` or `tokens`, which an append is to add, are wrong, raise what it raises, and release nothing.
         """
-        if self._rows.windows is not None:
-            rows = self._rows.handles.find_distinct(seqs)
-            if writes := self._rows.plan_pass(rows):
-                self._rows.lens_after(rows, n, tokens)
-                self.pool._commit(writes)
+        if writes := self._rows.plan_pass(rows):
+            self._rows.lens_after(rows, n, tokens)
+            self.pool._commit(writes)
 
     @consistent
     def _batch(self, seqs: Any, query_lens: Any) -> tuple[Int32Array, int, Int32Array, Int64Array | None]:

@@ -134,8 +134,9 @@ class SequenceTable(Sequences):
         KeyError
             A sequence was freed, or never existed.
         """
-        self._release_passed(seqs, n)
-        plan = self._rows.plan_append(seqs, n)
+        rows = self._rows.handles.find_distinct(seqs)
+        self._release_passed(rows, n)
+        plan = self._rows.plan_append(rows, n)
         appended = Appended(plan.slots, plan.copies[:])  # a view, since a caller may resize its array
         self.pool._commit(plan.writes)
         return appended
