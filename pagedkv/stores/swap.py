@@ -124,8 +124,14 @@ class SwapSpace:
         if not all(self._put(part, digest) for part, digest in stored):
             self._patient.remove([name.key for _, digest in stored for name in self._blocks.names(digest)])
             return False
-        cache.truncate(handles, 0)
         self._out |= swapped
+        try:
+            cache.truncate(handles, 0)
+        except BaseException:
+            for seq in handles:
+                if cache.seq_lens(seq)[0]:
+                    del self._out[seq]
+            raise
         return True
 
     def swap_in(self, seqs: Any) -> list[int]:

@@ -1,0 +1,83 @@
+"""Stores outside of a cache, and what they are trusted with."""
+
+from .mutant import Mutant
+
+WIRE = "tests/stores/test_wire.py::"
+FILE = "tests/stores/test_file.py::"
+PREFIXES = "tests/stores/test_prefixes.py::"
+KEYS_DIFFER = WIRE + "test_keys_differ_with_all_that_k_and_v_depend_on"
+
+MUTANTS = [
+    Mutant(
+        "wire: a key does not name the salt", "self._sizes_of_root(salt)", "self._sizes_of_root(bytes(16))", KEYS_DIFFER
+    ),
+    Mutant(
+        "wire: a key does not name the model", "_sizes_of_root(salt) + self._model", "_sizes_of_root(salt)", KEYS_DIFFER
+    ),
+    Mutant(
+        "wire: a key does not name the scales",
+        "_HEAD.pack(digest, head) + scales",
+        "_HEAD.pack(digest, head)",
+        KEYS_DIFFER,
+    ),
+    Mutant(
+        "wire: all heads have one key",
+        "_HEAD.pack(digest, head)",
+        "_HEAD.pack(digest, 0)",
+        WIRE + "test_ranks_find_their_heads",
+    ),
+    Mutant(
+        "wire: rows in another order have the same checksum",
+        "words.sum(axis=0).tobytes() + words.sum(axis=1).tobytes()",
+        "words.sum(axis=0).tobytes()",
+        WIRE + "test_only_the_block_itself_is_opened",
+    ),
+    Mutant(
+        "blocks: some KV heads are enough",
+        "opened[: len(opened) // self.num_heads * self.num_heads]",
+        "opened",
+        WIRE + "test_what_is_whole_comes_before_the_first_gap",
+    ),
+    Mutant(
+        "slots: the beginning of a sequence goes first",
+        "reversed([*zip(keys, slots, sizes, strict=True)])",
+        "zip(keys, slots, sizes, strict=True)",
+        "tests/stores/test_stores.py::test_the_least_recently_used_blocks_make_room[host]",
+    ),
+    Mutant(
+        "file: the entry of an evicted block stays while its slot is written",
+        "self._erase(slots)\n            for",
+        "for",
+        FILE + "test_a_put_that_fails_half_way_leaves_no_wrong_block",
+    ),
+    Mutant(
+        "file: two stores share a file",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        FILE + "test_one_store_at_a_time_has_the_file",
+    ),
+    Mutant(
+        "prefixes: what the store did not take counts as stored",
+        "partial(self._forget, new)",
+        "partial(self._forget, [])",
+        PREFIXES + "test_what_the_store_did_not_take_is_stored_again",
+    ),
+    Mutant(
+        "patient: each call waits for a store that stalls",
+        "self._stalled = asked",
+        "self._stalled = None",
+        PREFIXES + "test_a_store_that_stalls_has_nothing",
+    ),
+    Mutant(
+        "swap: what was not committed can be found",
+        "(len(out.tokens), False)",
+        "(len(out.tokens), True)",
+        "tests/stores/test_swap.py::test_what_could_be_found_can_be_found_again",
+    ),
+    Mutant(
+        "saved: parts of two texts make one",
+        "all(of_part == text for of_part, _ in parts)",
+        "parts[0][0]",
+        "tests/stores/test_saved.py::test_damaged_texts_are_not_restored",
+    ),
+]
