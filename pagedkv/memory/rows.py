@@ -299,20 +299,23 @@ class SequenceRows:
             at, lines = last_step.full, last_step.full_lines
             done = last_step.full_columns[: len(at) // self.num_groups] * self.block_size
         before, after = self.windows.first[lines], self.windows.after(lines, done)
-        counts = after - before
-        if not np.count_nonzero(counts):
+        passing = (after > before).nonzero()[0]
+        if not len(passing):
             if last_step is not None:
                 self._last_step[0] = last_step._replace(released=True)
             return []
-        entries = spans(lines * self.blocks.shape[1] + before, counts)
-        empty = _EMPTY_ENTRY.repeat(len(entries))
-        writes = self.pool._plan(dropped=self.entries.take(entries).astype(np.int64), passed=True)[1]
+        ended = [] if self.chains is None else self.chains.plan_pass(lines, after)
+        lines, before, after = lines[passing], before[passing], after[passing]
+        entries = spans(lines * self.blocks.shape[1] + before, after - before)
+        empty, blocks = _EMPTY_ENTRY.repeat(len(entries)), self.entries.take(entries).astype(np.int64)
+        writes = self.pool._plan(dropped=blocks, passed=True, num_seqs=len(rows))[1]
         writes += [(self.entries, entries, empty), *self.windows.plan(lines, after)]
-        if self.chains is not None and (ended := self.chains.plan_pass(lines, after)):
+        if ended:
             return [*writes, *ended]
         if last_step is not None:
             if (tables := last_step.tables) is not None:
-                writes.append((tables.reshape(-1), spans(at * tables.shape[1] + before, counts), empty))
+                entries = spans(at[passing] * tables.shape[1] + before, after - before)
+                writes.append((tables.reshape(-1), entries, empty))
             writes.append((self._last_step, 0, last_step._replace(change=last_step.change + 1, released=True)))
         return writes
 

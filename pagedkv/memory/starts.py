@@ -104,11 +104,12 @@ def _plan_row(rows: SequenceRows, row: int, length: int, hit: Hit, new_blocks: I
     """Give a free row its length, the blocks that are found, and new ones, (num_groups, n), behind them."""
     num_columns = hit.num_columns + new_blocks.shape[1]
     table, grown = rows.with_columns(num_columns)
-    lines = rows.lines_of(np.array([row]))
     blocks = new_blocks if not hit.num_columns else np.concatenate([hit.columns, new_blocks], axis=1)
-    blocks = blocks.astype(np.int32).reshape(-1)
-    entries = np.add.outer(lines * table.shape[1], np.arange(num_columns)).reshape(-1)
+    blocks, entries = blocks.astype(np.int32).reshape(-1), np.arange(num_columns) + row * table.shape[1]
+    if rows.num_groups > 1:
+        lines = rows.lines_of(np.array([row]))
+        entries = np.add.outer(lines * table.shape[1], np.arange(num_columns)).reshape(-1)
     writes = [*grown, (rows.lens, row, length), (table.reshape(-1), entries, blocks)]
     if rows.windows is not None and hit.num_columns:
-        writes += rows.windows.plan(lines, hit.first)
+        writes += rows.windows.plan(rows.lines_of(np.array([row])), hit.first)
     return writes
