@@ -60,7 +60,9 @@ class CacheBlocks:
         geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
         self.num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
         kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
-        self.wire = Wire(model, len(cache.k_caches), self._head_dim, kind, block_tokens=block_tokens)
+        places = cache._rows.groups.place_of
+        self._layers = [places.index(place) for place in sorted({*places})]  # without those that read another's
+        self.wire = Wire(model, len(self._layers), self._head_dim, kind, block_tokens=block_tokens)
         self._scales = [b""] * self.num_heads if kv_dtype is None else self._scales_of_heads()
 
     @property
@@ -153,7 +155,9 @@ class CacheBlocks:
         The blocks of a cache on a device are copied to the host first, and back if the caller `writes`.
         """
         ids, offsets = np.divmod(slots, self.cache.block_size)
-        k_caches, v_caches = self.cache.k_caches, self.cache.v_caches
+        k_caches, v_caches = (
+            [caches[i] for i in self._layers] for caches in (self.cache.k_caches, self.cache.v_caches)
+        )
         if not self._on_device:
             yield self._as_layers(map(host_view, k_caches), map(host_view, v_caches)), ids, offsets
             return
@@ -173,7 +177,7 @@ class CacheBlocks:
 
     def _scales_of_heads(self) -> list[bytes]:
         """The scales of each KV head in all layers, as bytes."""
-        options = self.cache._options
+        options = [self.cache._options[i] for i in self._layers]
         scales = np.empty((self.num_heads, len(options), 2), "<f8")
         for layer, of_layer in enumerate(options):
             for i, name in enumerate(("k_scale", "v_scale")):

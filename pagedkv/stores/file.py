@@ -32,7 +32,8 @@ _EMPTY = bytes(_ENTRY_BYTES)
 class FileStore:
     """Keeps blocks in one file, which one process at a time may have open.
 
-    Any thread may call it. A process that is killed while it stores loses at most what it was storing.
+    Any thread may call it. A process that is killed while it stores loses at most what it was storing and what made
+    room; one that is killed while it makes the file may leave an unfinished one beside it, with a dot before its name.
 
     Parameters
     ----------

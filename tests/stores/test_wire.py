@@ -58,6 +58,14 @@ def test_caches_on_a_device_are_copied_by_blocks(layout):
     np.testing.assert_array_equal(target.k_caches[0][20:], untouched)
 
 
+def test_layers_that_read_another_layers_keys_are_left_out():
+    cache = make_cache(same_as={2: 1})
+    assert blocks_of(cache).wire.payload_shape[0] == LAYERS - 1
+    fill(cache)
+    before, after = moved(cache, make_cache(same_as={2: 1}, layout="HND"), 3 * W, staged=True)
+    np.testing.assert_array_equal(after[:, :, 3:], before[:, :, 3:])
+
+
 def test_ranks_find_their_heads():
     whole, rank = make_cache(), make_cache(num_kv_heads=1)
     fill(whole)
