@@ -300,7 +300,7 @@ class Engine:
 
     def run(self) -> Iterator[Sampled]:
         """Run steps and yield the results until no request is left; more may be added meanwhile."""
-        while self._results or self._requests:
+        while self._results or self._requests or self._is_interrupted:  # an interrupted abort may hold blocks
             if not self._results:
                 self._run_step()
             while self._results:
