@@ -11,7 +11,7 @@ import pytest
 from pagedkv import PagedKVCache
 
 from ...support.bits import bits
-from ...support.strategies import fading_parity, long
+from ...support.strategies import each_of, fading_parity, long
 
 WINDOWS = (None, 40, 9)
 HEADS, DIM = 4, 64
@@ -62,7 +62,7 @@ def assert_same(dtype, options, **how):
     return used, used_by_all
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@each_of("options", OPTIONS, "plain", "softcap", "ALiBi", "sinks")  # a score_mod is compiled for this alone
 @pytest.mark.parametrize("dtype", ["float32", *long(["float16"])])
 def test_windows_of_a_cache_change_no_bit(dtype, options):
     used, used_by_all = assert_same(dtype, options)
