@@ -57,7 +57,9 @@ class Chains:
             copied = self.cache.columns(np.array([block]))[:, 0]
             # The pool evicts no block in use, and none at all while it has blank ones.
             num_new = self._num_groups * (-(-prompt.num_tokens // size) - num_columns)
-            stays = num_new <= self._pool._num_blank or np.count_nonzero(self._pool._refs[copied]) == len(copied)
+            stays = num_new <= self._pool._num_blank
+            if self._groups.leader_is_full:  # else a new block may end the chain that leads to the one to copy
+                stays = stays or np.count_nonzero(self._pool._refs[copied]) == len(copied)
             if stays and not np.count_nonzero(copied == NO_BLOCK):
                 hit = Hit.of(self._groups, columns, num_columns * size + num_more, copied)
                 if hit is not None:

@@ -264,6 +264,16 @@ def test_nothing_is_found_behind_blocks_that_were_passed_before_they_were_stored
     assert len(listener.blocks) == 2
 
 
+def test_a_new_block_does_not_end_the_chain_that_led_to_a_hit():
+    """The last of five blocks is the first of the chain, which a window has passed."""
+    cache = make(5, num_blocks=5)
+    seqs = [started(cache, TEXT[:12]), cache.add(8).seq]
+    expected = cache.find(TEXT[:11])
+    seq, num_cached = cache.add(TEXT[:11])
+    assert num_cached == expected == 8
+    assert_sound(cache, [*seqs, seq])
+
+
 def test_a_longer_prompt_shares_the_full_blocks_of_a_shorter_one():
     cache = make(6, None)
     a = started(cache, TEXT[:16])
