@@ -34,6 +34,7 @@ def assert_sound(cache, seqs):
     assert references.tolist() == cache.pool.ref_counts.tolist()
     of_groups = [set(table[table >= 0].tolist()) for table in held]
     assert sum(map(len, of_groups)) == len(set().union(*of_groups))
+    assert cache.stats().used_by_group == tuple(map(len, of_groups))
 
 
 def shortest(cache, seq):
