@@ -1,6 +1,7 @@
 """The memory manager: a block pool, block tables of sequences, and the K and V arrays of all layers."""
 
 from .device.batch import Batch
+from .groups import Group, LayerGroups
 from .pool import BlockPool
 from .prefix.events import AllBlocksCleared, BlockRemoved, BlockStored
 from .prefix.eviction import LRU, Eviction
@@ -18,6 +19,8 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "Eviction",
+    "Group",
+    "LayerGroups",
     "SequenceTable",
     "Stats",
 ]

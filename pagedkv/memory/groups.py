@@ -99,7 +99,7 @@ class LayerGroups:
 
         Examples
         --------
-        >>> from pagedkv.memory.groups import LayerGroups
+        >>> from pagedkv.memory import LayerGroups
         >>> layers = LayerGroups.of([6, None, 6, None], 4, block_size=4)
         >>> layers.groups
         (Group(window=6, layers=(0, 2)), Group(window=None, layers=(1, 3)))

@@ -50,9 +50,10 @@ class SequenceTable(Sequences):
         Blocks of one sequence, so that its length is at most max_blocks * P, and that at most 2**31 - 1. The table
         grows with the longest sequence: it begins with 16 columns, or with 4 entries for each block of the pool.
     groups : LayerGroups or None
-        Groups of layers, each with block tables of its own, whose windows give blocks back; None for one without.
+        Groups of layers, each with block tables of its own: `append` releases the blocks that their windows have
+        passed. None if every layer sees all tokens.
     keep : int
-        Tokens behind the windows that stay.
+        Tokens that stay behind the windows, so that `truncate` can take back as many.
 
     Raises
     ------
@@ -110,6 +111,9 @@ class SequenceTable(Sequences):
     @exclusive
     def append(self, seqs: Any, n: Any = 1) -> Appended:
         """Add n tokens to the end of each sequence.
+
+        With windows, the blocks that they have passed before the new tokens come back first, even if too few blocks
+        are free then.
 
         Parameters
         ----------

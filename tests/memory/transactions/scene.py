@@ -115,4 +115,5 @@ READS = {
     "can_add": lambda s: s.cache.can_add(20),
     "block_fills": lambda s: s.cache.block_fills().tolist(),
     "block_owners": lambda s: s.cache.block_owners().tolist(),
+    "block_groups": lambda s: s.cache.block_groups().tolist(),
 }
