@@ -8,7 +8,7 @@ import numpy as np
 
 from ..commit import Write
 from .append import pairs
-from .ids import NO_BLOCKS, Int64Array
+from .ids import NO_BLOCKS, UNUSED, Int64Array
 from .prefix.hit import NO_HIT, Hit
 from .prefix.prompt import Prompt
 from .rows import SequenceRows
@@ -90,14 +90,15 @@ def plan_pin(rows: SequenceRows, prompt: Prompt) -> tuple[int, int, list[Write]]
 def _num_taken(rows: SequenceRows, num_tokens: int, hit: Hit, chunk: int | None = None) -> int:
     """Free blocks that a sequence takes at the most: new ones, and found ones without references.
 
-    With `chunk` at most so many tokens are appended at a time, and blocks come back in between.
+    With `chunk` at most so many tokens are appended at a time, and blocks come back in between: found ones too, but
+    those that others use are not free then.
     """
-    num_new = int(rows.num_blocks(num_tokens)) - hit.num_columns
+    num_new, refs = int(rows.num_blocks(num_tokens)) - hit.num_columns, rows.pool._refs
     if chunk is None or rows.windows is None:
-        num_taken = rows.num_groups * num_new
-    else:
-        num_taken = int(np.minimum(num_new, rows.groups.peaks(num_tokens, chunk, rows.keep)).sum())
-    return num_taken + int(np.count_nonzero(rows.pool._refs[hit.blocks] == 0))
+        return rows.num_groups * num_new + int(np.count_nonzero(refs[hit.blocks] == 0))
+    found = hit.columns.reshape(rows.num_groups, -1)
+    num_taken = num_new + np.count_nonzero((found != UNUSED) & (refs[found] == 0), axis=1)
+    return int(np.minimum(num_taken, rows.groups.peaks(num_tokens, chunk, rows.keep)).sum())
 
 
 def _plan_row(rows: SequenceRows, row: int, length: int, hit: Hit, new_blocks: Int64Array) -> list[Write]:
