@@ -185,9 +185,10 @@ class LayerGroups:
         behind = self._behind.reshape(-1, *(1 for _ in first.shape[1:]))
         return np.asarray(np.where(first > 0, first * self.block_size + behind, 0).max(axis=0))
 
-    def peaks(self, num_tokens: Any, chunk: int = 1, keep: int = 0) -> Counts:
-        """As `peak`, for each group: (G, ...) int64."""
-        return np.minimum.outer(self._bounds(chunk, keep), -(-np.asarray(num_tokens, np.int64) // self.block_size))
+    def peaks(self, num_tokens: Any, chunk: Any = 1, keep: int = 0) -> Counts:
+        """As `peak`, for each group, (G, ...) int64; `chunk` may be an array like `num_tokens`."""
+        columns = -(-np.asarray(num_tokens, np.int64) // self.block_size)
+        return np.asarray(np.minimum(self._bounds(chunk, keep, columns.ndim), columns))
 
     @overload
     def peak(self, num_tokens: int, chunk: int = 1, keep: int = 0) -> int: ...
@@ -222,6 +223,22 @@ class LayerGroups:
         """The blocks of all groups that a sequence of this length holds while it decodes, one token a step."""
         return self.peak(num_tokens, 1, keep)
 
+    def growth(self, num_computed: Any, num_tokens: Any, chunk: int, keep: int = 0) -> int:
+        """The most blocks that sequences need besides those that they hold, until all their tokens are computed.
+
+        Parameters
+        ----------
+        num_computed, num_tokens : int, or arrays of int64
+            How many tokens of each are computed, and how many it has: more.
+        chunk, keep : int
+            As in `peak`.
+        """
+        columns = -(-num_computed // self.block_size)
+        if not self.has_windows:
+            return len(self.groups) * int(np.sum(-(-num_tokens // self.block_size) - columns))
+        peaks = self.peaks(num_tokens, np.minimum(chunk, num_tokens - num_computed), keep)
+        return int((peaks - columns + self.first_columns(num_computed, keep)).sum())
+
     def longest(self, num_blocks: int, chunk: int = 1, keep: int = 0) -> int:
         """The most tokens for which `peak` is at most `num_blocks`; 2**63 - 1 if it is for all."""
         bounds = sorted(self._bounds(chunk, keep).tolist())
@@ -232,9 +249,10 @@ class LayerGroups:
             num_blocks -= bound
         return MAX_INT64
 
-    def _bounds(self, chunk: int, keep: int) -> Counts:
-        """The most blocks that a sequence of any length holds in each group."""
-        return -(-(self._behind + keep) // self.block_size) - (1 - chunk) // self.block_size + 1
+    def _bounds(self, chunk: Any, keep: int, num_axes: int = 0) -> Counts:
+        """The most blocks that a sequence of any length holds in each group, with axes for several sequences behind."""
+        behind = self._behind.reshape(-1, *(1 for _ in range(num_axes)))
+        return np.asarray(-(-(behind + keep) // self.block_size) - (1 - chunk) // self.block_size + 1)
 
 
 def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:

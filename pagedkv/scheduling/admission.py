@@ -63,12 +63,12 @@ class Admission:
 
     def start_some(self) -> None:
         """Start requests while there is room in the step and in the cache."""
-        running, waiting = self._running, self._waiting
+        running, waiting, budget = self._running, self._waiting, self.budget
+        growth, keep, lanes = self._cache.layer_groups.growth, self._cache.keep, running.lanes
         num_uncomputed = int(running.num_uncomputed.sum())
-        lens = running.lens[running.lanes]
-        # Blocks that running requests still need for the tokens they have: less than a step's, in which none come back.
-        reserved = self._num_blocks(lens) - self._num_blocks(running.num_computed[running.lanes])
-        while len(running) < self._max_num_seqs and num_uncomputed < self.budget:
+        # Blocks that running requests still need for the tokens they have.
+        reserved = growth(running.num_computed[lanes], running.lens[lanes], budget, keep)
+        while len(running) < self._max_num_seqs and num_uncomputed < budget:
             request = waiting.first()
             if request is None or self._is_being_computed(request):
                 return
@@ -77,12 +77,7 @@ class Admission:
             try:
                 preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
-                    request.tokens,
-                    request.salt,
-                    reserve=reserve,
-                    chunk=self.budget,
-                    preempted=preempted,
-                    last=self._last,
+                    request.tokens, request.salt, reserve=reserve, chunk=budget, preempted=preempted, last=self._last
                 )
             except CapacityError as error:
                 if len(running):
@@ -98,7 +93,7 @@ class Admission:
             waiting.remove(request)
             num_tokens = len(request.tokens)
             num_uncomputed += num_tokens - num_cached
-            reserved += self._num_blocks(num_tokens) - self._num_blocks(num_cached)
+            reserved += growth(num_cached, num_tokens, budget, keep)
 
     def stop(self, request: Request) -> None:
         """End the sequence of a running request."""
@@ -130,6 +125,6 @@ class Admission:
         shared = np.minimum(common, running.lens[lanes]) // size * size
         return bool((running.num_computed[lanes] < shared).any())
 
-    def _num_blocks(self, lens: int | Int64Array) -> int:
+    def _num_blocks(self, lens: Int64Array) -> int:
         """How many columns the block tables of sequences of these lengths have in all groups of layers."""
         return len(self._cache.groups) * int(np.sum(-(-lens // self._cache.block_size)))

@@ -28,8 +28,9 @@ class Scheduler:
 
     A server adds requests, asks for a step, lets its model compute the step, and returns the tokens that it chose.
     Every running request is in every step: with one token while it generates, with a chunk of its prompt before that.
-    A request starts as soon as there is room for all its tokens; those that the prefix cache finds are not computed.
-    When the pool is full, the last request in the order is preempted: it frees its blocks and is computed again later.
+    A request starts as soon as there is room for all its tokens, or, where layers have windows, for all the blocks that
+    it holds at a time; tokens that the prefix cache finds are not computed. When the pool is full, the last request in
+    the order is preempted: it frees its blocks and is computed again later.
 
     Requests are served in the order in which they come, with priorities that age: one of priority p starts behind
     those of priority 0 that are added in the ``p * aging`` steps after it, and before all later ones. The first
@@ -195,7 +196,8 @@ class Scheduler:
         Raises
         ------
         ValueError
-            There are no tokens, or more than the cache could ever hold.
+            There are no tokens, or more than the cache could ever hold: with windows that depends on
+            max_num_batched_tokens, too, since blocks come back after each step.
         TypeError
             An argument is not as described here.
         """
@@ -366,7 +368,11 @@ class Scheduler:
         step, running = self._step, self._running
         if step is not None:
             lanes = step._lanes[running.numbers[step._lanes] == step.requests]
-            self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
+            try:
+                self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
+            except ValueError:  # an update has failed behind its commit, and windows have passed what came before
+                self._cache.truncate(running.seqs[lanes], 0)
+                running.num_computed[lanes] = 0
             self._cache.free(self._leaving)
             self._step, self._leaving = None, []
 
@@ -411,10 +417,12 @@ class Scheduler:
     def _require_fit(self, num_tokens: int, max_tokens: int) -> None:
         cache = self._cache
         budget, groups = self._admission.budget, cache.layer_groups
-        most = min(cache.max_seq_len, groups.longest(cache.pool.num_blocks, budget, cache.keep))
+        longest = groups.longest(cache.pool.num_blocks, budget, cache.keep)
+        most = min(cache.max_seq_len, longest)
         # The last token that is generated is not computed.
         if num_tokens + max_tokens - 1 > most:
-            remedy = f", or max_num_batched_tokens = {budget} smaller" if groups.has_windows else ""
+            smaller_steps_help = groups.has_windows and longest < cache.max_seq_len
+            remedy = f", or max_num_batched_tokens = {budget} smaller" if smaller_steps_help else ""
             raise ValueError(
                 f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
                 f"max_tokens, shorten the prompt, or make the cache larger{remedy}"

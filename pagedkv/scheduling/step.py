@@ -44,7 +44,8 @@ class Step:
     tokens : (num_tokens,) int64
         The ids of the tokens to compute, first those of the first request.
     slots : (num_tokens,) int64
-        Where their K and V go, for `PagedKVCache.write` or `write_kv`.
+        Where their K and V go, for `PagedKVCache.write` or `write_kv`. With several groups of layers (num_groups,
+        num_tokens), for `PagedKVCache.write`, which takes those of its layer.
     batch : Batch
         Block tables, seq_lens, query_starts and positions, for `PagedKVCache.attend` or `prefill_attention`.
     logits_indices : (num_sampled,) int64

@@ -158,6 +158,20 @@ def test_lengths_come_one_by_one_or_in_arrays(windows):
     assert layers.first_columns(lengths).shape == (len(layers.groups), 5, 10)
 
 
+@pytest.mark.parametrize("windows", [None, [6, None], [6, 3, None]])
+def test_growth_is_what_a_sequence_takes_at_its_peak_besides_what_it_holds(windows):
+    layers = LayerGroups.of(windows, 3 if windows == [6, 3, None] else 2, P)
+    computed, lens = map(np.array, zip(*((a, n) for n in range(30) for a in range(n)), strict=True))
+    for chunk, keep in ((1, 0), (8, 3)):
+        growths = [layers.growth(a, n, chunk, keep) for a, n in zip(computed.tolist(), lens.tolist(), strict=True)]
+        assert layers.growth(computed, lens, chunk, keep) == sum(growths)
+        for a, n, growth in zip(computed, lens, growths, strict=True):
+            done = np.arange(a, n)
+            most = (-(-np.minimum(done + chunk, n) // P) - layers.first_columns(done, keep)).max(axis=1)
+            taken = most - (-(-a // P) - layers.first_columns(a, keep))
+            assert taken.sum() <= growth <= (taken + 1).sum()
+
+
 @pytest.mark.parametrize("windows", [None, [6, None], [6, 3, None], [6, None, None]])
 def test_the_longest_sequence_that_fits(windows):
     layers = LayerGroups.of(windows, 3 if windows and len(windows) == 3 else 2, P, group_size=1)

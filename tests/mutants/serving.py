@@ -38,6 +38,18 @@ MUTANTS = [
         MACHINE,
     ),
     Mutant(
+        "scheduler: requests that decode reserve blocks for a chunk",
+        "self.peaks(num_tokens, np.minimum(chunk, num_tokens - num_computed), keep)",
+        "self.peaks(num_tokens, chunk, keep)",
+        "tests/scheduling/test_windows.py::test_those_that_decode_reserve_no_chunk",
+    ),
+    Mutant(
+        "scheduler: blocks that windows pass count until the end of a prompt",
+        "int(np.minimum(num_taken, rows.groups.peaks(num_tokens, chunk, rows.keep)).sum())",
+        "int(num_taken.sum())",
+        "tests/scheduling/test_windows.py::test_a_request_that_just_fits_ends",
+    ),
+    Mutant(
         "scheduler: blocks of an aborted request are free during its step",
         "if found.lane != NOT_RUNNING and self._step is not None:",
         "if False:",

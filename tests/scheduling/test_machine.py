@@ -16,13 +16,15 @@ from .toy import alone, forward, make_cache
 from .twin import Twin
 
 EOS = 7
+# The windows of all layers of a model, and how many tokens stay behind them.
+WINDOWS = (((6, None), 0), ((3, None, 9), 0), ((5,), 0), ((None, 1, 4), 3), ((6, 2), 1))
 
 
 class PlainMachine(RuleBasedStateMachine):
     """Without the prefix cache the twin says what each step is."""
 
     prefix_cache = False
-    windows = ((None,),)  # of the layers, in each of the models that are drawn
+    windows = (((None,), 0),)
 
     @initialize(
         data=st.data(),
@@ -35,13 +37,13 @@ class PlainMachine(RuleBasedStateMachine):
     )
     def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
         max_num_seqs = min(budget, max_num_seqs)
-        self.layers = data.draw(st.sampled_from(self.windows))
+        self.layers, keep = data.draw(st.sampled_from(self.windows))
         self.told = Router() if self.layers == (None,) else Listener()
         self.cache = make_cache(
             num_blocks,
             block_size,
-            num_layers=len(self.layers),
-            windows=self.layers,
+            self.layers,
+            keep=keep,
             max_seqs=8,
             prefix_cache=self.prefix_cache,
             events=self.told if self.prefix_cache else None,
@@ -55,8 +57,10 @@ class PlainMachine(RuleBasedStateMachine):
             eos_token_id=EOS,
         )
         self.budget, self.max_num_seqs = budget, max_num_seqs
-        self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, int(np.ceil(watermark * num_blocks)), aging)
-        self.most = min(self.cache.layer_groups.longest(num_blocks, budget), self.cache.max_seq_len)
+        self.num_groups, windows = len(self.cache.groups), [group.window for group in self.cache.groups]
+        watermark = int(np.ceil(watermark * num_blocks))
+        self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows, keep)
+        self.most = max(n for n in range(200) if sum(self.twin.peaks(n, budget)) <= num_blocks)
         self.texts, self.turns = {}, {}  # all tokens; the prompt of this turn and how many to generate
         self.idle, self.others = set(), []
         self.step = None
@@ -119,12 +123,12 @@ class PlainMachine(RuleBasedStateMachine):
         with pytest.raises(KeyError, match="has ended or was never added"):
             self.scheduler.tokens(number)
 
-    @precondition(lambda self: len(self.others) < 2 and self.cache.num_free > 0)
+    @precondition(lambda self: len(self.others) < 2 and self.cache.num_free >= self.num_groups)
     @rule(data=st.data())
     def others_take_blocks(self, data):
-        n = data.draw(st.integers(0, min(6, self.cache.num_free // len(self.cache.groups))))
-        self.others.append((self.cache.add(n * self.cache.block_size).seq, n))
-        self.twin.taken += n
+        n = data.draw(st.integers(1, min(6, self.cache.num_free // self.num_groups)))
+        self.others.append((self.cache.add(n * self.cache.block_size).seq, self.num_groups * n))
+        self.twin.taken += self.num_groups * n
 
     @precondition(lambda self: self.others)
     @rule()
@@ -187,6 +191,11 @@ class PlainMachine(RuleBasedStateMachine):
             if positions[-1] + 1 == len(text):
                 sampled.append((number, starts[i + 1] - 1))
         assert [*zip(step.sampled.tolist(), step.logits_indices.tolist(), strict=True)] == sampled
+        tables = step.batch.block_tables.reshape(self.num_groups, len(step.requests), -1)
+        peaks = [self.twin.peaks(n, self.budget) for n in step.batch.seq_lens.tolist()]
+        held = (tables >= 0).sum(axis=2).T
+        assert (held <= peaks).all()
+        self.cache.check()
 
     def compute(self, *, leaves=False):
         step, self.step = self.step, None
@@ -215,8 +224,9 @@ class PlainMachine(RuleBasedStateMachine):
 
     def fail(self):
         """The model raises after it has written some layers, which must have no effect."""
-        slots = self.step.slots if self.step.slots.ndim == 1 else self.step.slots[0]
-        self.cache.k_caches[0].reshape(-1, 64)[slots] = self.cache.v_caches[0].reshape(-1, 64)[slots] = np.nan
+        nothing = np.full((len(self.step.tokens), 1, 64), np.nan, np.float32)
+        for layer in range(len(self.layers)):
+            self.cache.write(layer, nothing, nothing, self.step.slots)
         with pytest.raises(RuntimeError, match="call update with it, or drop"):
             self.scheduler.schedule()
         self.scheduler.drop()
@@ -250,10 +260,12 @@ class PrefixMachine(PlainMachine):
         self.told.agrees_with(self.cache, (None, "a"))
 
 
-class WindowMachine(PrefixMachine):
-    """Requests hold the blocks of their windows alone."""
+class WindowsMachine(PlainMachine):
+    windows = WINDOWS
 
-    windows = ((6, None), (None, 3, 9), (5,))
+
+class WindowsPrefixMachine(PrefixMachine):
+    windows = WINDOWS
 
 
 class LongMachine(PlainMachine):
@@ -264,7 +276,11 @@ class LongPrefixMachine(PrefixMachine):
     pass
 
 
-class LongWindowMachine(WindowMachine):
+class LongWindowsMachine(WindowsMachine):
+    pass
+
+
+class LongWindowsPrefixMachine(WindowsPrefixMachine):
     pass
 
 
@@ -272,11 +288,15 @@ TestPlainMachine = PlainMachine.TestCase
 TestPlainMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=20, stateful_step_count=15)
-TestWindowMachine = WindowMachine.TestCase
-TestWindowMachine.settings = settings(max_examples=15, stateful_step_count=15)
+TestWindowsMachine = WindowsMachine.TestCase
+TestWindowsMachine.settings = settings(max_examples=15, stateful_step_count=15)
+TestWindowsPrefixMachine = WindowsPrefixMachine.TestCase
+TestWindowsPrefixMachine.settings = settings(max_examples=15, stateful_step_count=15)
 TestLongMachine = pytest.mark.long(LongMachine.TestCase)
 TestLongMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
 TestLongPrefixMachine = pytest.mark.long(LongPrefixMachine.TestCase)
 TestLongPrefixMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
-TestLongWindowMachine = pytest.mark.long(LongWindowMachine.TestCase)
-TestLongWindowMachine.settings = settings(max_examples=2_500, stateful_step_count=60)
+TestLongWindowsMachine = pytest.mark.long(LongWindowsMachine.TestCase)
+TestLongWindowsMachine.settings = settings(max_examples=2_500, stateful_step_count=60)
+TestLongWindowsPrefixMachine = pytest.mark.long(LongWindowsPrefixMachine.TestCase)
+TestLongWindowsPrefixMachine.settings = settings(max_examples=2_500, stateful_step_count=60)

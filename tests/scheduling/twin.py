@@ -23,10 +23,12 @@ class Text:
 
 
 class Twin:
-    def __init__(self, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
+    def __init__(self, num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows=(None,), keep=0):
         self.num_blocks, self.block_size, self.budget = num_blocks, block_size, budget
         self.max_num_seqs, self.watermark, self.aging = max_num_seqs, watermark, aging
         self.waiting, self.running, self.idle = [], [], []
+        # How many tokens a query sees before its own, in each group of layers, and `keep` more.
+        self.behind = [float("inf") if window is None else window - 1 + keep for window in windows]
         self.numbers, self.steps, self.preempted, self.taken = count(), 0, 0, 0
 
     def add(self, tokens, max_tokens, priority):
@@ -49,9 +51,20 @@ class Twin:
     def blocks(self, num_tokens):
         return -(-num_tokens // self.block_size)
 
+    def held(self, num_tokens):
+        """The blocks of each group that a text has when so many tokens are computed."""
+        start = num_tokens - num_tokens % self.block_size
+        return [self.blocks(num_tokens) - max(0, start - behind) // self.block_size for behind in self.behind]
+
+    def peaks(self, num_tokens, chunk):
+        """The most blocks of each group that a text has."""
+        size = self.block_size
+        bounds = [self.blocks(chunk + size - 1) + -(-behind // size) for behind in self.behind]
+        return [min(self.blocks(num_tokens), bound) for bound in bounds]
+
     @property
     def num_free(self):
-        return self.num_blocks - self.taken - sum(self.blocks(text.computed) for text in self.running)
+        return self.num_blocks - self.taken - sum(sum(self.held(text.computed)) for text in self.running)
 
     def counts(self):
         """How many tokens of each text: one of each first, what is left to the first that need it."""
@@ -63,15 +76,22 @@ class Twin:
             counts.append(1 + more)
         return counts
 
-    def needed(self, lens):
-        return sum(
-            self.blocks(after) - self.blocks(text.computed) for text, after in zip(self.running, lens, strict=True)
+    def needed(self, counts):
+        """Blocks for so many more tokens of each text."""
+        return len(self.behind) * sum(
+            self.blocks(text.computed + n) - self.blocks(text.computed)
+            for text, n in zip(self.running, counts, strict=True)
         )
+
+    def still_needed(self, text):
+        """Blocks that a text needs besides those that it has, for its tokens so far."""
+        peaks = self.peaks(len(text.tokens), min(self.budget, text.uncomputed))
+        return sum(peaks) - sum(self.held(text.computed))
 
     def schedule(self):
         """The number and the count of each text in the step; OutOfBlocksError is a str."""
         preempted = False
-        while self.needed([t.computed + n for t, n in zip(self.running, self.counts(), strict=True)]) > self.num_free:
+        while self.needed(self.counts()) > self.num_free:
             text = self.running.pop()
             text.computed = 0
             self.waiting.append(text)
@@ -81,9 +101,8 @@ class Twin:
             if sum(text.uncomputed for text in self.running) >= self.budget:
                 break
             text = self.waiting[0]
-            reserve = self.needed([len(text.tokens) for text in self.running])
-            reserve += self.watermark if self.running else 0
-            if self.blocks(len(text.tokens)) + reserve > self.num_free:
+            reserve = sum(map(self.still_needed, self.running)) + (self.watermark if self.running else 0)
+            if sum(self.peaks(len(text.tokens), self.budget)) + reserve > self.num_free:
                 if not self.running:
                     return "out of blocks"
                 break
