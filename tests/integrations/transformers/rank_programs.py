@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[3]
 PROMPTS = [[1, 5, 3, 9], list(range(2, 24, 2)), list(range(1, 60))]
@@ -15,11 +16,7 @@ BLOCKS = 64
 def run(program, folder, num_ranks=2, seconds=120, **model):
     """Run a function of this file on so many ranks, with a model in a folder: what each returned, by its rank."""
     command = [sys.executable, "-m", __name__, program, str(folder), str(num_ranks), json.dumps(model)]
-    threads = {
-        "OMP_NUM_THREADS": "1",
-        "PAGEDKV_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
+    threads = {"OMP_NUM_THREADS": "1", "PAGEDKV_NUM_THREADS": "1"}
     subprocess.run(command, env=os.environ | threads, check=True, timeout=seconds, cwd=ROOT)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
@@ -82,7 +79,7 @@ def same_tokens(rank, folder, **options):
 
 def everything(rank, folder):
     """What ranks do beyond greedy tokens, one after the other."""
-    from pagedkv.integrations.transformers import Engine, PagedCache
+    from pagedkv.integrations.transformers import Engine, PagedCache, results
 
     found = same_tokens(rank, folder)
     model = load(folder)
@@ -98,6 +95,9 @@ def everything(rank, folder):
         dropped.close()  # the other rank still has its stream
     engine.step()
     found["after a stream is dropped"] = engine.cache.stats().used
+    bad = engine.add(PROMPTS[0], NUM_NEW)
+    with mock.patch.object(results, "are_finite", lambda logits: [rank == 0] * len(logits)):
+        found["not finite on rank 1"] = [(x.request - bad, x.reason) for x in engine.step()]
     if rank:
         engine.add(PROMPTS[0], NUM_NEW)
     found["other call"] = message_of(engine.step)

@@ -96,6 +96,10 @@ def test_draws_without_a_seed_are_the_same_on_all_ranks(two):
     assert len(set(two[0]["drawn"])) > 8
 
 
+def test_a_request_that_is_not_finite_on_one_rank_ends_on_all(two):
+    assert [found["not finite on rank 1"] for found in two] == [[[0, "error"]]] * 2
+
+
 def test_a_stream_that_rank_0_drops_ends_on_all_ranks(two):
     assert [found["after a stream is dropped"] for found in two] == [0, 0]
 
@@ -112,7 +116,7 @@ def test_engines_of_ranks_have_the_same_settings(two):
 def test_a_rank_that_is_called_with_something_else_ends(two):
     assert two[0]["other call"] == ""
     assert two[1]["other call"].startswith(
-        "RuntimeError: rank 1 was called with add of request 2 since the last step, and rank 0 with nothing: "
+        "RuntimeError: rank 1 was called with add of request 3 since the last step, and rank 0 with nothing: "
     )
     assert two[1]["after another call"].startswith("RuntimeError: the Engine of rank 1 has ended: ")
 
