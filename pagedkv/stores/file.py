@@ -19,7 +19,8 @@ from threading import Lock
 from typing import BinaryIO
 
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128
-from .slots import Slots, room_for, sizes_of
+from .recycled import RecycledMemory
+from .slots import Slots, sizes_of
 from .store import Buffer
 
 _MAGIC = b"pagedkv file of wire blocks, 1\n\0"
@@ -66,7 +67,8 @@ class FileStore:
     def __init__(self, path: str | os.PathLike[str], capacity: int, block_bytes: int) -> None:
         self._slots = Slots(capacity, block_bytes)
         self.capacity, self.block_bytes = self._slots.capacity, self._slots.block_bytes
-        self._path, self._lock, self._process = Path(path), Lock(), os.getpid()
+        self._path, self._process = Path(path), os.getpid()
+        self._memory, self._lock = RecycledMemory(), Lock()
         self._stride = -(-self.block_bytes // _PAGE) * _PAGE
         self._first = -(-(_PAGE + self._slots.num_slots * _ENTRY_BYTES) // _PAGE) * _PAGE
         if not self._path.exists():
@@ -95,7 +97,7 @@ class FileStore:
         with self._lock:
             self._require_open()
             places = self._slots.find(keys)
-            found = room_for(places)
+            found = self._memory.room_for(places)
             for i, place in enumerate(places):
                 if place is not None and not self._read(self._offset(place[0]), found[i]):
                     found[i] = None

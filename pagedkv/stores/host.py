@@ -7,7 +7,8 @@ from threading import Lock
 
 import numpy as np
 
-from .slots import Slots, room_for, sizes_of
+from .recycled import RecycledMemory
+from .slots import Slots, sizes_of
 from .store import Buffer
 
 
@@ -40,13 +41,13 @@ class HostStore:
         self._slots = Slots(capacity, block_bytes)
         self.capacity, self.block_bytes = self._slots.capacity, self._slots.block_bytes
         self._blocks = np.empty((self._slots.num_slots, self.block_bytes), np.uint8)
-        self._lock = Lock()
+        self._memory, self._lock = RecycledMemory(), Lock()
 
     def get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         """Look up keys; see `BlockStore.get`."""
         with self._lock:
             places = self._slots.find(keys)
-            found = room_for(places)
+            found = self._memory.room_for(places)
             for place, block in zip(places, found, strict=True):
                 if place is not None and block is not None:
                     block[:] = self._blocks[place[0], : place[1]].data

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from ..memory.prefix.digests import NUM_BYTES
-from .slots import Slots, require_blocks, room_for, sizes_of
+from .recycled import RecycledMemory
+from .slots import Slots, require_blocks, sizes_of
 from .store import Buffer
 
 _HELLO = Struct("<QQQI")  # capacity, block_bytes, address of the memory, bytes of NIXL's metadata
@@ -165,7 +166,7 @@ class NixlStore:
 
     def __init__(self, address: tuple[str, int], *, timeout: float = 5.0) -> None:
         self._address, self._timeout, self._lock = address, timeout, Lock()
-        self._agent = _agent()
+        self._agent, self._recycled = _agent(), RecycledMemory()
         self._connection: socket.socket | None = None
         self._unfinished: list[Any] = []  # memory that NIXL may still write to
         with self._lock:
@@ -192,7 +193,7 @@ class NixlStore:
     def _get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         with self._asked(_GET, keys) as (connection, deadline):
             places = self._places(connection, len(keys))
-            found = room_for(places)
+            found = self._recycled.room_for(places)
             for block in found:
                 if block is not None:  # NIXL is slow to write to pages that the process has not touched
                     np.frombuffer(block, np.uint8)[::_PAGE] = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..extras import pip_install
 from ..memory.arguments import as_int
+from .recycled import RecycledMemory
 from .slots import require_blocks, sizes_of
 from .store import Buffer
 
@@ -92,6 +91,7 @@ class RedisStore:
         # In braces: whatever a cluster or a proxy makes of it, all keys of a store are in one place.
         self._names = [f"{{{prefix}}}:{name}".encode() for name in ("order", "sizes", "state")]
         self._prefix = f"{{{prefix}}}:block:".encode()
+        self._recycled = RecycledMemory()
         self._use: Any = self._client.register_script(_USE)
 
     def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
@@ -103,9 +103,9 @@ class RedisStore:
                 if block is None:
                     found.append(None)
                     continue
-                # The memory of each answer is used again for the next one: new pages would take longer than the copy.
+                # The memory of each answer serves the next one, too: new memory would take longer than the copy.
                 if len(room) < len(block):
-                    room = np.empty(max(_ROOM, len(block)), np.uint8).data
+                    room = self._recycled.room(max(_ROOM, len(block)))
                 room[: len(block)] = block
                 found.append(room[: len(block)])
                 room, at_once = room[len(block) :], max(1, _AT_ONCE // len(block))

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from ..memory.arguments import as_int
 from ..memory.prefix.digests import NUM_BYTES
 from .store import Buffer
@@ -92,14 +90,3 @@ def require_blocks(keys: Sequence[bytes], sizes: Sequence[int], most: int) -> No
 def sizes_of(blocks: Sequence[Buffer]) -> list[int]:
     """The bytes of each block."""
     return [memoryview(block).nbytes for block in blocks]
-
-
-def room_for(places: Sequence[tuple[int, int] | None]) -> list[memoryview | None]:
-    """New memory for blocks whose slots and sizes are given, in one piece; None where there is no block."""
-    room = np.empty(sum(place[1] for place in places if place is not None), np.uint8).data
-    views, end = list[memoryview | None](), 0
-    for place in places:
-        if place is not None:
-            end += place[1]
-        views.append(None if place is None else room[end - place[1] : end])
-    return views

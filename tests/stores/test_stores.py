@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pagedkv.stores import FileStore, HostStore
+from pagedkv.stores.recycled import RecycledMemory
 from pagedkv.stores.redis import RedisStore
 
 from .nixl_agent import host_and_store
@@ -127,3 +128,17 @@ def test_refusals_change_nothing(store, wrong_keys, blocks, message):
     with pytest.raises(ValueError, match=message):
         store.put([*keys(3), *wrong_keys], [b"c", *blocks])
     assert here(store, 1, 2, 3) == [1, 2]
+
+
+def test_memory_is_used_again_when_nobody_has_it():
+    memory = RecycledMemory()
+    size = 2**17
+    first = memory.room(size)
+    part = first[10:20]
+    address = np.frombuffer(first, np.uint8).ctypes.data
+    del first
+    second = memory.room(size)  # a part of the first piece is still somebody's
+    assert abs(np.frombuffer(second, np.uint8).ctypes.data - address) >= size
+    del part
+    assert np.frombuffer(memory.room(size - 100), np.uint8).ctypes.data == address
+    assert np.frombuffer(memory.room(10), np.uint8).ctypes.data != address  # far too large
