@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 _MOST_FREE = 2**27  # bytes
+_PAGE = 4096  # bytes
 _LEAST = 2**16  # of a piece that is worth keeping
 
 
@@ -30,6 +31,7 @@ class RecycledMemory:
                 break
         else:
             memory = np.empty(size, np.uint8)
+            memory[::_PAGE] = 0  # NIXL is slow to write to pages that are not there yet
         lent = memory[:size]
         finalize(lent, self._take_back, memory).atexit = False
         return lent.data
