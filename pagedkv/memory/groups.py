@@ -55,7 +55,7 @@ class LayerGroups:
     leader : int
         The first group without a window, or else the first of the largest window.
     block_size : int
-        P.
+        P, tokens per block.
     """
 
     groups: tuple[Group, ...]
