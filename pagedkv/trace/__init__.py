@@ -5,7 +5,7 @@ PagedAttention", SOSP 2023, section 3.1 and figure 2). A slot is room for the K 
 
 * tokens: the slot holds a token's K and V;
 * reserved: a request holds it empty for a token that is still to come;
-* internal fragmentation: a request holds it and will never use it;
+* internal fragmentation: a request holds it and will never use it, or never again, since a window has passed its token;
 * external fragmentation: it is free, but the next request does not fit. Free slots count only while requests wait;
   otherwise they are idle, not wasted.
 

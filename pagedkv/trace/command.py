@@ -11,8 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory.arguments import as_int
+from ..memory.groups import LayerGroups
 from .lengths import Requests, log_normal, read_csv
-from .managers import Buddy, Contiguous, Manager, Paged
+from .managers import Buddy, Contiguous, Layers, Manager, Paged
+from .model import layers_in_words
 from .simulate import KINDS, Run, simulate
 
 NUM_REQUESTS, MEMORY, MAX_LEN, BLOCK_SIZES = 1000, 16384, 2048, (1, 8, 16, 32, 64, 128)
@@ -28,12 +30,20 @@ def _block_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
+def _windows(text: str) -> Layers:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part == "all" or (part.isascii() and part.isdigit() and int(part)) for part in parts):
+        raise ArgumentTypeError(f"must be a window or all for each layer, as in 1024,1024,all, got {text}")
+    return tuple(None if part == "all" else int(part) for part in parts)
+
+
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of the command line."""
     parser.epilog = (
         "Percentages are of the slots that are not idle: tokens; slots reserved for tokens to come; internal "
         "fragmentation, held and never used; external fragmentation, free where the next request does not fit. Waste is"
-        ' the last three. "oracle": the manager knows how long each request will be, which no server does.'
+        ' the last three. "oracle": the manager knows how long each request will be, which no server does. With '
+        "--windows a token that a window has passed is internal fragmentation in its layer, as long as it is held."
     )
     parser.add_argument(
         "--requests", type=int, metavar="N", help=f"how many (default: {NUM_REQUESTS}, or all rows of --csv)"
@@ -64,6 +74,13 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--watermark", type=float, default=0.01, metavar="SHARE", help="of blocks, kept free to grow (default: 0.01)"
     )
+    parser.add_argument(
+        "--windows",
+        type=_windows,
+        default=(None,),
+        metavar="W,W",
+        help="tokens that each layer sees, or the layers that repeat: 128,all for every other layer (default: all)",
+    )
     parser.add_argument("--plot", metavar="PATH", help="also draw it; the suffix says how: .png, .svg, .pdf")
 
 
@@ -75,6 +92,7 @@ def run(
     max_len: int | None = None,
     block_sizes: Sequence[int] = BLOCK_SIZES,
     watermark: float = 0.01,
+    windows: Layers = (None,),
     progress: Callable[[str], Any] = print,
     **lengths: Any,
 ) -> list[Row]:
@@ -94,6 +112,8 @@ def run(
         P of paging, one run for each.
     watermark : float
         Of `Paged`.
+    windows : tuple of int or None
+        The window of each layer. Only `Paged` releases what they have passed.
     progress : callable
         Called with what is being simulated.
     **lengths
@@ -123,14 +143,14 @@ def run(
     if as_int("memory", memory, minimum=1) < max_len:
         raise ValueError(f"--memory must be at least the {max_len} slots of --max-len, got {memory}")
     managers: list[tuple[str, Callable[[], Manager]]] = [
-        (f"contiguous, {max_len} each", partial(Contiguous, memory, max_len)),
-        ("contiguous, oracle", partial(Contiguous, memory)),
-        ("buddy, oracle", partial(Buddy, memory)),
-        *(("paged", partial(_paged, trace, memory, P, watermark)) for P in block_sizes),
+        (f"contiguous, {max_len} each", partial(Contiguous, memory, max_len, windows)),
+        ("contiguous, oracle", partial(Contiguous, memory, None, windows)),
+        ("buddy, oracle", partial(Buddy, memory, windows)),
+        *(("paged", partial(_paged, trace, memory, P, watermark, windows)) for P in block_sizes),
     ]
     for _, make in managers:
         make()  # refuses wrong options before the first run
-    rows: list[Row] = [_describe(trace, memory)]
+    rows: list[Row] = [_describe(trace, memory) | ({"layers": layers_in_words(windows)} if any(windows) else {})]
     for i, (name, make) in enumerate(managers):
         progress(f"trace: {name}, {i + 1} of {len(managers)}")
         manager = make()
@@ -138,13 +158,15 @@ def run(
     return rows
 
 
-def _paged(trace: Requests, memory: int, block_size: int, watermark: float) -> Paged:
+def _paged(trace: Requests, memory: int, block_size: int, watermark: float, windows: Layers = (None,)) -> Paged:
     """Make a Paged manager with rows for as many sequences as can ever run at once."""
     if not 1 <= block_size <= memory:
         raise ValueError(f"--block-sizes must be from 1 to the {memory} slots of --memory, got {block_size}")
-    least = np.cumsum(np.sort(trace.prompt_lens // block_size + 1))
-    max_seqs = max(1, int(np.searchsorted(least, memory // block_size, side="right")))
-    return Paged(memory, block_size, max_len=int(trace.seq_lens.max()), max_seqs=max_seqs, watermark=watermark)
+    groups = LayerGroups.of(windows, len(windows), block_size)
+    least = np.cumsum(np.sort(groups.held(trace.prompt_lens + 1))) * groups.group_size
+    max_seqs = max(1, int(np.searchsorted(least, memory * len(windows) // block_size, side="right")))
+    options: dict[str, Any] = {"max_len": int(trace.seq_lens.max()), "max_seqs": max_seqs, "watermark": watermark}
+    return Paged(memory, block_size, **options, windows=windows)
 
 
 def _describe(trace: Requests, memory: int) -> Row:
@@ -159,20 +181,25 @@ def _describe(trace: Requests, memory: int) -> Row:
 
 def _row(run: Run, manager: Manager) -> Row:
     block_size = manager.table.block_size if isinstance(manager, Paged) else None
+    num_layers = len(manager.windows)
     row: Row = {"P": block_size, "waste %": 100 * run.waste}
     row |= {f"{kind} %": 100 * share for kind, share in run.shares.items()}
     row |= {"at once": run.at_once, "most": int(run.running.max()), "steps": run.num_steps}
     held = (run.tokens + run.reserved + run.internal).mean()
-    of_paging = (run.preempted, run.recomputed, round(held / block_size)) if block_size else (None,) * 3
+    of_paging: tuple[int | None, ...] = (None,) * 3
+    if isinstance(manager, Paged):
+        slots = manager.table.block_size * manager.groups.group_size  # of a block
+        of_paging = run.preempted, run.recomputed, round(held / slots)
     row |= dict(zip(("preempted", "recomputed", "table entries"), of_paging, strict=True))
     at = np.unique(np.linspace(0, run.num_steps, NUM_SAMPLES, endpoint=False).astype(np.int64))
     row["steps over time"] = at.tolist()
-    for name in (*KINDS, "running"):
-        row[f"{name} over time"] = _means(getattr(run, name), at)
+    for name in KINDS:
+        row[f"{name} over time"] = _means(getattr(run, name), at, num_layers)
+    row["running over time"] = _means(run.running, at)
     return row
 
 
-def _means(series: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> list[float]:
-    """Average a series over the stretches that begin at these steps."""
-    sums = np.add.reduceat(series, at)
+def _means(series: npt.NDArray[np.int64], at: npt.NDArray[np.int64], divisor: int = 1) -> list[float]:
+    """Average a series over the stretches that begin at these steps, and divide it."""
+    sums = np.add.reduceat(series, at) / divisor
     return [round(mean, 1) for mean in (sums / np.diff(at, append=len(series))).tolist()]

@@ -9,12 +9,15 @@ import numpy.typing as npt
 
 from ..errors import OutOfBlocksError
 from ..memory.arguments import MAX_INT32, as_int
+from ..memory.groups import LayerGroups
 from ..memory.pool import BlockPool
 from ..memory.table import SequenceTable
 from .buddy import BuddyAllocator
 from .first_fit import FirstFit
 
 Int64Array = npt.NDArray[np.int64]
+Layers = tuple[int | None, ...]
+CHUNK = 512  # tokens of a prompt that Paged adds at a time, if layers have windows
 
 
 class Manager(Protocol):
@@ -26,10 +29,13 @@ class Manager(Protocol):
         Slots in all.
     max_len : int
         Tokens that a sequence can have when it is alone.
+    windows : tuple of int or None
+        The window of each layer.
     """
 
     memory: int
     max_len: int
+    windows: Layers
 
     def admit(self, num_tokens: int, seq_len: int) -> int | None:
         """Start a sequence with num_tokens tokens that will have seq_len; return a handle, or None if it must wait."""
@@ -40,8 +46,11 @@ class Manager(Protocol):
     def free(self, seqs: Int64Array) -> None:
         """End sequences."""
 
+    def room(self, seqs: Int64Array) -> Int64Array:
+        """Tokens that each sequence has room for without getting more slots, (num_seqs,) int64."""
+
     def held(self, seqs: Int64Array) -> Int64Array:
-        """Slots that each sequence holds, (num_seqs,) int64."""
+        """Slots of a layer that each sequence holds in all layers together, (num_seqs,) int64."""
 
 
 class Reserving:
@@ -52,10 +61,12 @@ class Reserving:
     allocator : FirstFit or BuddyAllocator
     reserve : int or None
         Slots for every sequence; None for as many as the sequence will need, which a server cannot know.
+    windows : tuple of int or None
+        The window of each layer. All layers keep all tokens in any case.
     """
 
-    def __init__(self, allocator: FirstFit | BuddyAllocator, reserve: int | None = None) -> None:
-        self.allocator = allocator
+    def __init__(self, allocator: FirstFit | BuddyAllocator, reserve: int | None, windows: Layers) -> None:
+        self.allocator, self.windows = allocator, windows
         self.reserve = reserve
         self.memory = allocator.memory
         self.max_len = allocator.largest if reserve is None else reserve
@@ -70,8 +81,11 @@ class Reserving:
         for start in seqs.tolist():
             self.allocator.free(start)
 
-    def held(self, seqs: Int64Array) -> Int64Array:
+    def room(self, seqs: Int64Array) -> Int64Array:
         return np.array([self.allocator.sizes[start] for start in seqs.tolist()], np.int64)
+
+    def held(self, seqs: Int64Array) -> Int64Array:
+        return len(self.windows) * self.room(seqs)
 
 
 class Contiguous(Reserving):
@@ -86,6 +100,8 @@ class Contiguous(Reserving):
         Slots, at least 1.
     max_len : int or None
         Slots for every sequence, from 1 to `memory`; None for as many as each will need (an oracle).
+    windows : tuple of int or None
+        The window of each layer, None for one that sees all tokens. It keeps them all in any case.
 
     Examples
     --------
@@ -96,11 +112,11 @@ class Contiguous(Reserving):
     array([18, 18,  9,  9])
     """
 
-    def __init__(self, memory: int, max_len: int | None = None) -> None:
+    def __init__(self, memory: int, max_len: int | None = None, windows: Layers = (None,)) -> None:
         memory = as_int("memory", memory, minimum=1)
         if max_len is not None:
             max_len = as_int("max_len", max_len, minimum=1, maximum=memory)
-        super().__init__(FirstFit(memory), max_len)
+        super().__init__(FirstFit(memory), max_len, windows)
 
 
 class Buddy(Reserving):
@@ -110,6 +126,8 @@ class Buddy(Reserving):
     ----------
     memory : int
         Slots, at least 1.
+    windows : tuple of int or None
+        As in `Contiguous`.
 
     Examples
     --------
@@ -120,8 +138,8 @@ class Buddy(Reserving):
     array([2, 2, 1, 1])
     """
 
-    def __init__(self, memory: int) -> None:
-        super().__init__(BuddyAllocator(as_int("memory", memory, minimum=1)))
+    def __init__(self, memory: int, windows: Layers = (None,)) -> None:
+        super().__init__(BuddyAllocator(as_int("memory", memory, minimum=1)), None, windows)
 
 
 class Paged:
@@ -141,6 +159,9 @@ class Paged:
     watermark : float
         Share of the blocks, from 0 to 1, that stays free when a sequence starts beside others, so that those can grow.
         Rule and default are those of vLLM's first block manager.
+    windows : tuple of int or None
+        The window of each layer, None for one that sees all tokens. Blocks that a window has passed come back. A prompt
+        is added in chunks of 512 tokens then.
 
     Attributes
     ----------
@@ -163,25 +184,34 @@ class Paged:
         max_len: int | None = None,
         max_seqs: int = 256,
         watermark: float = 0.01,
+        windows: Layers = (None,),
     ) -> None:
         self.memory = as_int("memory", memory, minimum=1, maximum=MAX_INT32)
         block_size = as_int("block_size", block_size, minimum=1, maximum=self.memory)
         if not 0 <= watermark <= 1:
             raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
-        pool = BlockPool(self.memory // block_size)
-        max_blocks = pool.num_blocks
+        self.windows = windows
+        self.groups = LayerGroups.of(windows, len(windows), block_size)
+        pool = BlockPool(self.memory * len(windows) // (block_size * self.groups.group_size))
+        max_blocks = min(self.groups.longest(pool.num_blocks, CHUNK), MAX_INT32) // block_size
         if max_len is not None:
             max_blocks = min(max_blocks, -(-as_int("max_len", max_len, minimum=1) // block_size))
-        self.table = SequenceTable(pool, block_size, max_seqs, max_blocks)
+        self.table = SequenceTable(pool, block_size, max_seqs, max_blocks, groups=self.groups)
         self.max_len = self.table.max_seq_len
         self.kept_free = watermark * pool.num_blocks
 
     def admit(self, num_tokens: int, seq_len: int) -> int | None:
         table = self.table
-        left = table.pool.num_free - -(-num_tokens // table.block_size)
+        left = table.pool.num_free - self.groups.peak(num_tokens, CHUNK)
         if table.num_seqs == table.max_seqs or left < (self.kept_free if table.num_seqs else 0):
             return None
-        return table.add(num_tokens)
+        if not self.groups.has_windows:
+            return table.add(num_tokens)
+        seq = table.add(0)
+        for start in range(0, num_tokens - 1, CHUNK):
+            table.append(seq, min(CHUNK, num_tokens - 1 - start))
+        table.append(seq)
+        return seq
 
     def append(self, seqs: Int64Array) -> bool:
         try:
@@ -193,6 +223,10 @@ class Paged:
     def free(self, seqs: Int64Array) -> None:
         self.table.free(seqs)
 
-    def held(self, seqs: Int64Array) -> Int64Array:
+    def room(self, seqs: Int64Array) -> Int64Array:
         block_size = self.table.block_size
         return -(-self.table.seq_lens(seqs).astype(np.int64) // block_size) * block_size
+
+    def held(self, seqs: Int64Array) -> Int64Array:
+        lens = self.table.seq_lens(seqs).astype(np.int64)
+        return self.groups.held(lens) * (self.table.block_size * self.groups.group_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,9 +174,11 @@ def run(
 
 
 def _in_words(groups: LayerGroups) -> str:
-    counts = Counter(group.window for group in groups.groups)
-    kinds = [
-        f"{count} of window {window}" if window else f"{count} without a window"
-        for window, count in sorted(counts.items(), key=lambda item: item[0] or 0)
-    ]
-    return f"{', '.join(kinds)}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
+    kinds = layers_in_words(group.window for group in groups.groups)
+    return f"{kinds}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
+
+
+def layers_in_words(windows: Iterable[int | None]) -> str:
+    """How many there are of each window."""
+    counts = sorted(Counter(windows).items(), key=lambda item: item[0] or 0)
+    return ", ".join(f"{count} of window {w}" if w else f"{count} without a window" for w, count in counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,8 @@ class Run:
     memory : int
         Slots in all.
     tokens, reserved, internal, external : (num_steps,) int64
-        Slots of each kind, as `pagedkv.trace` defines them; the rest of the memory is idle.
+        Slots of each kind, as `pagedkv.trace` defines them; the rest of the memory is idle. With windows of several
+        layers the slots of each layer count by themselves, and a token that a window has passed is internal.
     running, waiting : (num_steps,) int64
         Sequences that run at once, and requests that wait.
     preempted : int
@@ -113,6 +114,8 @@ def simulate(
         )
     queue = deque(range(len(seq_lens)))
     lens = requests.prompt_lens.copy()
+    windows, num_layers = Counter(manager.windows), len(manager.windows)
+    memory = manager.memory * num_layers
     running, seqs = np.empty(0, np.int64), np.empty(0, np.int64)
     steps = array("q")
     preempted = recomputed = 0
@@ -134,17 +137,17 @@ def simulate(
             running = np.concatenate([running, [request for request, _ in admitted]])
             seqs = np.concatenate([seqs, [seq for _, seq in admitted]])
         lens[running] += 1
-        now, ends, held = lens[running], seq_lens[running], manager.held(seqs)
+        now, ends, room = lens[running], seq_lens[running], manager.room(seqs)
         if watch is not None:
             watch(running, seqs, now)
-        used = int(now.sum())
-        reserved = int(np.minimum(held, ends).sum()) - used
-        allocated = int(held.sum())
-        external = manager.memory - allocated if queue else 0
+        used = sum(count * int((now if w is None else np.minimum(now, w)).sum()) for w, count in windows.items())
+        reserved = num_layers * int((np.minimum(room, ends) - now).sum())
+        allocated = int(manager.held(seqs).sum())
+        external = memory - allocated if queue else 0
         steps.extend((used, reserved, allocated - used - reserved, external, len(running), len(queue)))
         ended = now == ends
         if ended.any():
             manager.free(seqs[ended])
             running, seqs = running[~ended], seqs[~ended]
     tokens, fill, unused, denied, at_once, waiting = np.frombuffer(steps, np.int64).reshape(-1, 6).T
-    return Run(manager.memory, tokens, fill, unused, denied, at_once, waiting, preempted, recomputed)
+    return Run(memory, tokens, fill, unused, denied, at_once, waiting, preempted, recomputed)

@@ -64,6 +64,23 @@ def test_the_figures_of_the_docs_are_those_of_the_command():
     assert rows[-1]["waste %"] < 4
 
 
+def test_windows_save_room_where_blocks_come_back(capsys):
+    words = [*SMALL, "--block-sizes", "8", "--json"]
+    without, windowed = (json.loads(out(capsys, *words, *more))["rows"] for more in ([], ["--windows", "32,32,all"]))
+    assert windowed[0] == without[0] | {"layers": "1 without a window, 2 of window 32"}
+    assert [row["steps"] for row in windowed[1:4]] == [row["steps"] for row in without[1:4]]
+    assert windowed[4]["at once"] > 1.3 * without[4]["at once"]
+    assert max(map(sum, zip(*(windowed[4][f"{kind} over time"] for kind in plot.NAMES), strict=True))) <= 600.5
+
+
+@pytest.mark.parametrize("windows", ["", "0", "8,none", "8,,all", "-8"])
+def test_windows_are_ints_or_all(windows, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["trace", f"--windows={windows}"])
+    assert left.value.code == 2
+    assert f"must be a window or all for each layer, as in 1024,1024,all, got {windows}" in capsys.readouterr().err
+
+
 def test_a_file_gives_the_lengths_and_the_longest(tmp_path, capsys):
     path = tmp_path / "lengths.csv"
     path.write_text("prompt_tokens,output_tokens\n30,10\n50,7\n90,1\n")

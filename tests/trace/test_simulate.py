@@ -82,7 +82,9 @@ def test_no_more_sequences_run_than_there_are_rows_for():
 
 
 def managers(memory):
-    return [Contiguous(memory, 40), Contiguous(memory), Buddy(memory), *(Paged(memory, P) for P in (1, 3, 16))]
+    windows = {"windows": (5, None, 5)}
+    contiguous = [Contiguous(memory, 40), Contiguous(memory), Buddy(memory), Contiguous(memory, 40, **windows)]
+    return [*contiguous, *(Paged(memory, P) for P in (1, 3, 16)), Paged(memory, 3, **windows)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12), st.integers(64, 130))
@@ -101,8 +103,9 @@ def test_every_slot_is_of_one_kind_and_every_request_ends(lens, memory):
         kinds = np.stack([run.tokens, run.reserved, run.internal, run.external])
         assert (kinds >= 0).all()
         total = kinds.sum(axis=0)
-        assert (total <= memory).all()
-        assert (total[run.waiting > 0] == memory).all()
+        assert (total <= run.memory).all()
+        assert (total[run.waiting > 0] == run.memory).all()
+        assert run.memory == memory * len(manager.windows)
         if not isinstance(manager, Paged):
             assert run.preempted == 0
             assert manager.allocator.sizes == {}
@@ -122,6 +125,30 @@ def test_figures_of_paging_are_those_of_the_real_manager():
     assert [s.wasted_slots for s in stats] == (run.reserved + run.internal).tolist()
     waited = run.waiting > 0
     assert [s.free * 8 + 3 for s, waits in zip(stats, waited, strict=True) if waits] == run.external[waited].tolist()
+
+
+def test_windows_by_hand():
+    """A layer with a window of 2 beside one without: contiguous slots keep all, blocks of 2 come back."""
+    requests = Requests([3], [4])
+    kept = simulate(requests, Contiguous(8, max_len=7, windows=(2, None)))
+    assert kept.tokens.tolist() == [2 + 4, 2 + 5, 2 + 6, 2 + 7]
+    assert kept.reserved.tolist() == [6, 4, 2, 0]
+    assert kept.internal.tolist() == [2, 3, 4, 5]
+    paged = simulate(requests, Paged(8, block_size=2, windows=(2, None)))
+    assert paged.tokens.tolist() == kept.tokens.tolist()
+    assert paged.reserved.tolist() == [0, 2, 0, 0]
+    assert paged.internal.tolist() == [4 + 4 - 6, 4 + 6 - 7 - 2, 4 + 6 - 8, 4 + 8 - 9]
+
+
+def test_slots_that_windows_leave_are_those_of_the_real_manager():
+    requests = log_normal(40, prompt_mean=20, output_mean=40, max_len=120, seed=5)
+    manager = Paged(300, block_size=8, watermark=0, windows=(20, 20, None))
+    used = []
+    run = simulate(requests, manager, lambda *_: used.append(Stats.of(manager.table, 0).used))
+    assert run.preempted
+    slots = 8 * manager.groups.group_size
+    assert [blocks * slots for blocks in used] == (run.tokens + run.reserved + run.internal).tolist()
+    assert run.at_once > 1.3 * simulate(requests, Paged(300, 8, watermark=0)).at_once
 
 
 @pytest.mark.parametrize("manager", [Contiguous(64, 40), Contiguous(40), Buddy(63), Paged(47, 8)])
