@@ -51,6 +51,15 @@ def join_ranks(timeout: float = 600.0) -> Iterator[int]:
             model = AutoModelForCausalLM.from_pretrained(name, distributed_config=sharding)
             engine = Engine(model, memory="2GiB")
             ...
+
+    In a process that torchrun has not started:
+
+    >>> from pagedkv.integrations.transformers.ranks import join_ranks
+    >>> with join_ranks():
+    ...     pass
+    Traceback (most recent call last):
+        ...
+    ValueError: torchrun starts ranks, and has not started this process: torchrun --nproc-per-node 2 ...
     """
     seconds = number("timeout", timeout, positive=True)
     if "RANK" not in os.environ:
