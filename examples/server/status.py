@@ -56,6 +56,11 @@ def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
             {f'state="{state}"': getattr(stats, state) for state in ("used", "free", "shared", "cached")},
         ),
     ]
+    groups = engine.cache.groups
+    if len(groups) > 1:
+        used = enumerate(zip(groups, stats.used_by_group, strict=True))
+        by_group = {f'group="{g}",window="{group.window or "none"}"': blocks for g, (group, blocks) in used}
+        families.append(("group_blocks", "gauge", "used blocks of each group of layers", by_group))
     lines = []
     for name, kind, text, values in families:
         lines += [f"# HELP pagedkv_{name} {text}", f"# TYPE pagedkv_{name} {kind}"]

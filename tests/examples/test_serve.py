@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from unittest import mock
@@ -12,9 +13,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from pagedkv import PagedKVCache
+
 from .serving import EXAMPLES, TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
 from sampling import Sampling  # isort: skip
+from server import status  # isort: skip
 from server.small import SmallDecoder, small  # isort: skip
 from tokenizer import END  # isort: skip
 from transformer import WEIGHTS  # isort: skip
@@ -346,3 +350,12 @@ def test_a_model_of_transformers(tmp_path):
             else:
                 assert (status, expected in json.loads(body)["error"]["message"]) == (400, True)
     assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
+
+
+def test_metrics_count_the_used_blocks_of_each_group_of_layers():
+    cache = PagedKVCache(2, 16, 4, 1, 8, windows=[4, None])
+    cache.append(cache.add(8).seq)
+    scheduler = mock.Mock(num_preempted=0, num_running=0, num_waiting=0)
+    text = status.metrics(mock.Mock(cache=cache, scheduler=scheduler), Counter())
+    assert 'pagedkv_group_blocks{group="0",window="4"} 2\n' in text
+    assert 'pagedkv_group_blocks{group="1",window="none"} 3\n' in text
