@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
+from ..memory.arguments import require_callable
 from .slots import sizes_of
 from .store import BlockStore, Buffer
 
@@ -35,6 +36,8 @@ class PatientStore:
     """
 
     def __init__(self, store: BlockStore, timeout: float, max_pending_bytes: int) -> None:
+        for method in ("get", "put", "remove"):
+            require_callable(f"store.{method}", getattr(store, method, None), "a method, as of a BlockStore")
         self._store, self._timeout, self._max_pending_bytes = store, timeout, max_pending_bytes
         self.num_failed = 0
         self.last_error: Exception | None = None

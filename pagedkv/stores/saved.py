@@ -83,11 +83,14 @@ class SavedSequences:
 
         Raises
         ------
+        TypeError
+            `name` is not a str.
         ValueError
             The ids of some tokens are not known, or there are no tokens.
         KeyError
             The sequence was freed, or never existed.
         """
+        _require_name(name)
         prefixes, cache = self._prefixes, self._prefixes.cache
         chains, [row] = prefixes.chains, cache._rows.handles.find(seq)
         num_tokens, num_known = int(cache.seq_lens(seq)[0]), int(chains.num_known[row])
@@ -124,6 +127,7 @@ class SavedSequences:
         OutOfBlocksError, CapacityError
             As `PagedKVCache.add`.
         """
+        _require_name(name)
         prefixes = self._prefixes
         tokens = self._tokens(name, root_digest(salt))
         if tokens is None:
@@ -135,6 +139,7 @@ class SavedSequences:
 
     def delete(self, name: str, salt: str | bytes | None = None) -> None:
         """Forget a name; the blocks stay until the store needs their room."""
+        _require_name(name)
         self._prefixes.patient.remove([self._key(name, root_digest(salt), 0)])
 
     def _tokens(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
@@ -170,6 +175,11 @@ class SavedSequences:
         ids = tokens[first : first + self._firsts(1).step].astype("<i4", copy=False).tobytes()
         content = _HEADER.pack(_MAGIC, key, blake2b_128(tokens.tobytes()), len(tokens), first) + ids
         return content + blake2b_128(content)
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
 
 
 def _opened(part: Buffer | None, key: bytes) -> tuple[int, int, bytes, npt.NDArray[np.int32]] | None:

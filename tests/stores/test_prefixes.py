@@ -241,6 +241,11 @@ def test_a_cache_without_a_prefix_cache_is_refused():
         prefixes_of(make_cache(prefix_cache=False), make_store())
 
 
+def test_what_is_no_store_is_refused():
+    with pytest.raises(TypeError, match=r"store.get must be a method, as of a BlockStore, got None"):
+        prefixes_of(make_cache(), 7)
+
+
 def test_wrong_tokens_change_nothing():
     with prefixes_of(make_cache(), make_store()) as prefixes:
         for call in (prefixes.load, prefixes.store):

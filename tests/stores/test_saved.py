@@ -120,3 +120,11 @@ def test_refusals():
     cache.free(seq)
     with pytest.raises(KeyError):
         saves.save(seq, "a chat")
+
+
+def test_a_name_is_a_text():
+    cache = make_cache(120)
+    seq, named = committed(cache, text(W)), saved_in(cache, make_store())
+    for call in (lambda: named.save(seq, 5), lambda: named.restore(5), lambda: named.delete(5)):
+        with pytest.raises(TypeError, match="name must be a str, got int"):
+            call()
