@@ -299,42 +299,38 @@ class PrefixCache:
         contents, digests = self._contents.take(blocks).tolist(), []
         if counts is None:
             digests = hash_each(self._hash_of, map(add, heads.tolist(), contents))
-            parents, blocks_above = parents_above, above
+            firsts, parents, blocks_above = np.arange(len(blocks)), parents_above, above
         else:
-            firsts, behind = _firsts(blocks, counts), iter(contents)
+            firsts, behind = counts.cumsum() - counts, iter(contents)
             for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
                 digests += hash_chain(self._hash_of, head, islice(behind, count))
             parents, blocks_above = np.arange(last, last + len(blocks)), np.concatenate([above[:1], blocks[:-1]])
             parents[firsts], blocks_above[firsts] = parents_above, above
-        keys, to_store, kept, forgotten, stored = pack(digests), blocks, blocks, NO_BLOCKS, None
+        serials = kept_serials = np.arange(last + 1, last + 1 + len(blocks))
+        keys, chosen, kept, forgotten = pack(digests), None, blocks, NO_BLOCKS
         found, places = self._index.find(keys)
         are_distinct = self._index.are_distinct(places)  # implies that the digests differ, too
         if found[found.argmax()] != NO_BLOCK or not (are_distinct or len({*digests}) == len(digests)):
-            firsts = _firsts(blocks, counts).tolist()
-            of_first = dict(zip(firsts, zip(above.tolist(), parents_above.tolist(), strict=True), strict=True))
-            stored, kept, parents, blocks_above, forgotten = self._resolve(
+            heads_of = zip(above.tolist(), parents_above.tolist(), strict=True)
+            of_first = dict(zip(firsts.tolist(), heads_of, strict=True))
+            chosen, kept, kept_serials, parents, blocks_above, forgotten = self._resolve(
                 blocks, of_first, digests, found.tolist(), contents, refs
             )
-            keys, to_store, places, are_distinct = keys.take(stored), blocks.take(stored), places.take(stored), False
-        serials, held = np.arange(last + 1, last + 1 + len(parents)), None
+            serials, are_distinct = serials[: len(chosen)], False
+        held = None
         if self._holders is not None and own is not None:
-            numbers = serials
-            if stored is not None:  # some are kept that were stored before, or further up in this commit
-                numbers = self._serials.take(kept)
-                in_order = to_store.argsort()
-                at = to_store[in_order].searchsorted(kept).clip(max=max(0, len(to_store) - 1))
-                if len(to_store):
-                    is_new = to_store[in_order[at]] == kept
-                    numbers[is_new] = serials[in_order[at[is_new]]]
-            held = self._holders.hold(own, kept, numbers, pack(digests), self._serials, stored is None)
+            held = self._holders.hold(own, kept, kept_serials, keys, self._serials, chosen is None)
         events: list[Event] = []
         if self.outbox is not None:
-            by_group = {self._groups.leader: np.arange(len(blocks)) if stored is None else stored}
+            by_group = {self._groups.leader: np.arange(len(blocks)) if chosen is None else chosen}
             if held is not None:
                 by_group |= {g: is_new.nonzero()[0] for g, is_new in enumerate(held.is_new) if is_new.any()}
             digests_above = [None if x == NO_BLOCK else head for x, head in zip(above, heads.tolist(), strict=True)]
-            firsts = _firsts(blocks, counts).tolist()
-            events = self.outbox.stored(by_group, self._rows()[blocks], digests, firsts, digests_above, salts)
+            tokens = self._rows()[blocks]
+            events = self.outbox.stored(by_group, tokens, digests, firsts.tolist(), digests_above, salts)
+        to_store = blocks
+        if chosen is not None:
+            to_store, keys, places = blocks.take(chosen), keys.take(chosen), places.take(chosen)
         if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
         return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, held, events)
@@ -351,36 +347,37 @@ class PrefixCache:
         """Decide block by block where another block may have the same digest.
 
         `firsts` has the block before the first one of each sequence, and its parent. Returns the indices of the blocks
-        to store, and `kept`, `parents`, `above` and `forgotten` of `Stored`.
+        to store, `kept` of `Stored` and the serials of these, and its `parents`, `above` and `forgotten`.
         """
-        kept, stored, parents, blocks_above, forgotten = [NO_BLOCK] * len(found), [], [], [], []
-        by_digest: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
+        kept, kept_serials = [NO_BLOCK] * len(found), [0] * len(found)
+        chosen, parents, blocks_above, forgotten = [], [], [], []
+        owners: dict[bytes, tuple[int, int, int]] = {}  # of each digest: a block, its parent and serial
         serial, above, parent, stopped = int(self._last_serial[0]), NO_BLOCK, 0, False
         for i, block in enumerate(blocks.tolist()):
             if i in firsts:
                 (above, parent), stopped = firsts[i], False
             if stopped:
                 continue
-            holder, content = by_digest.get(digests[i]), contents[i]
-            if holder is None and found[i] != NO_BLOCK:
+            owner, content = owners.get(digests[i]), contents[i]
+            if owner is None and found[i] != NO_BLOCK:
                 other = found[i]
-                holder = other, int(self._parents[other]), int(self._serials[other])
-                if not refs[other] and not self._holds(holder, parent, content):
+                owner = other, int(self._parents[other]), int(self._serials[other])
+                if not refs[other] and not self._has(owner, parent, content):
                     forgotten.append(other)
-                    holder = None
-            if holder is None:
+                    owner = None
+            if owner is None:
                 serial += 1
-                holder = block, parent, serial
-                stored.append(i)
+                owner = block, parent, serial
+                chosen.append(i)
                 parents.append(parent)
                 blocks_above.append(above)
             # If the digest belongs to other contents that are in use, nothing further of this sequence can be found.
-            stopped = not self._holds(holder, parent, content)
+            stopped = not self._has(owner, parent, content)
             if not stopped:
-                by_digest[digests[i]] = holder
-                above, _, parent = holder
-                kept[i] = above
-        return tuple(np.array(x, np.int64) for x in (stored, kept, parents, blocks_above, forgotten))
+                owners[digests[i]] = owner
+                above, _, parent = owner
+                kept[i], kept_serials[i] = above, parent
+        return tuple(np.array(x, np.int64) for x in (chosen, kept, kept_serials, parents, blocks_above, forgotten))
 
     def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
         """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
@@ -487,8 +484,8 @@ class PrefixCache:
     def _rows(self) -> npt.NDArray[np.int32]:
         return self.tokens.reshape(-1, self.block_size)
 
-    def _holds(self, holder: tuple[int, int, int], parent: int, content: bytes) -> bool:
-        block, its_parent, _ = holder
+    def _has(self, owner: tuple[int, int, int], parent: int, content: bytes) -> bool:
+        block, its_parent, _ = owner
         return its_parent == parent and self._rows()[block].tobytes() == content
 
 
@@ -501,8 +498,3 @@ def require_block_size(block_size: int) -> None:
 def _root_numbers(roots: Digests) -> Int64Array:
     """A negative number for each root digest, (n,) int64."""
     return np.asarray(roots.view(np.int64)[::2] | _NEGATIVE)
-
-
-def _firsts(blocks: Int64Array, counts: Int64Array | None) -> Int64Array:
-    """Indices of the first block of each sequence; without counts each has one block."""
-    return np.arange(len(blocks)) if counts is None else counts.cumsum() - counts

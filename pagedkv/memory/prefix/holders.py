@@ -77,7 +77,7 @@ class Holders:
         self,
         own: Int64Array,
         kept: Int64Array,
-        numbers: Int64Array,
+        kept_serials: Int64Array,
         digests: Digests,
         serials: Int64Array,
         are_all_new: bool,
@@ -90,8 +90,8 @@ class Holders:
             The blocks that the rows of the commit have now; negative where a window has passed them.
         kept : (n,) int64
             The block of the leading group that is found from now on, or NO_BLOCK.
-        numbers : (n,) int64
-            The serial of each.
+        kept_serials : (n,) int64
+            The serial of each; any where there is no block.
         digests : (n,) DIGEST
         serials : (num_blocks,) int64
             The serials of all blocks before the commit.
@@ -101,16 +101,16 @@ class Holders:
         if are_all_new:  # most commits: each row keeps its own blocks
             is_new = own >= 0
             is_new[self._leader] = False
-            return Held(own, is_new, kept, numbers, digests)
+            return Held(own, is_new, kept, kept_serials, digests)
         found = self.of(kept, serials)
-        found[:, serials[kept] != numbers] = NO_BLOCK  # those that the commit makes findable have no holders yet
+        found[:, serials[kept] != kept_serials] = NO_BLOCK  # those that the commit makes findable have no holders yet
         candidates = np.where(found == NO_BLOCK, np.maximum(own, NO_BLOCK), found)
         candidates[self._leader] = kept
         candidates[:, kept == NO_BLOCK] = NO_BLOCK
         keys, blocks = (self._starts + kept).reshape(-1), candidates.reshape(-1)
         there = (blocks != NO_BLOCK).nonzero()[0]
         if not len(there):
-            return Held(candidates, np.zeros_like(candidates, np.bool), kept, numbers, digests)
+            return Held(candidates, np.zeros_like(candidates, np.bool), kept, kept_serials, digests)
         different, firsts = np.unique(keys[there], return_index=True)
         firsts = there[firsts]
         is_new = np.zeros(len(blocks), np.bool)
@@ -119,7 +119,7 @@ class Holders:
         if len(firsts) < len(blocks):
             places = different.searchsorted(keys).clip(max=len(different) - 1)
             blocks = np.where(different[places] == keys, blocks[firsts[places]], NO_BLOCK)
-        return Held(blocks.reshape(candidates.shape), is_new.reshape(candidates.shape), kept, numbers, digests)
+        return Held(blocks.reshape(candidates.shape), is_new.reshape(candidates.shape), kept, kept_serials, digests)
 
     def plan(self, held: Held) -> list[Write]:
         """Name the new holders."""
