@@ -67,7 +67,7 @@ class PagedKVCache(Sequences):
         counts from the last block boundary, so that a layer holds at most 1 + ceil((window - 1) / P) blocks of a
         sequence while it decodes.
     keep : int
-        Tokens behind the windows that stay, for drafts that are rolled back after others were appended. `truncate` can
+        Tokens left of the windows that stay, for drafts that are rolled back after others were appended. `truncate` can
         always take back the last `append`.
     same_as : dict of int to int, or None
         Layers that read the K and V of an earlier layer, and which: they take no memory.

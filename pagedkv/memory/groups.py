@@ -64,7 +64,7 @@ class LayerGroups:
     group_size: int
     leader: int
     block_size: int
-    _behind: Counts  # (G,) tokens that a query sees before its own
+    _before: Counts  # (G,) tokens that a query sees before its own
 
     @classmethod
     def of(
@@ -129,9 +129,9 @@ class LayerGroups:
         groups = tuple(sorted(parts, key=lambda group: group.layers[0]))
         where = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         places = [where[same_as.get(layer, layer)] for layer in range(num_layers)]
-        behind = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
-        leader = int(behind.argmax())
-        behind[leader] = max(behind[leader], 1)  # a commit looks at the block before those that it stores
+        before = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
+        leader = int(before.argmax())
+        before[leader] = max(before[leader], 1)  # a commit looks at the block before those that it stores
         return cls(
             groups,
             group_of=tuple(g for g, _ in places),
@@ -139,7 +139,7 @@ class LayerGroups:
             group_size=size,
             leader=leader,
             block_size=block_size,
-            _behind=behind,
+            _before=before,
         )
 
     @cached_property
@@ -168,7 +168,7 @@ class LayerGroups:
         num_computed : int, or array of int64
             Tokens whose queries are computed.
         keep : int
-            Tokens behind the window that must stay, because as many may be taken back.
+            Tokens left of the window that must stay, because as many may be taken back.
 
         Returns
         -------
@@ -178,12 +178,12 @@ class LayerGroups:
 
     def seen_columns(self, num_tokens: Any) -> Counts:
         """The first column that the query behind num_tokens tokens sees, for each group: (G, ...) int64."""
-        return np.maximum(np.subtract.outer(-self._behind, np.negative(num_tokens)), 0) // self.block_size
+        return np.maximum(np.subtract.outer(-self._before, np.negative(num_tokens)), 0) // self.block_size
 
     def shortest(self, first: Counts) -> Counts:
         """The least length but 0 at which no query sees a column before `first`, (G, ...) int64, of its group; (...)"""
-        behind = self._behind.reshape(-1, *(1 for _ in first.shape[1:]))
-        return np.asarray(np.where(first > 0, first * self.block_size + behind, 0).max(axis=0))
+        before = self._before.reshape(-1, *(1 for _ in first.shape[1:]))
+        return np.asarray(np.where(first > 0, first * self.block_size + before, 0).max(axis=0))
 
     def peaks(self, num_tokens: Any, chunk: Any = 1, keep: int = 0) -> Counts:
         """As `peak`, for each group, (G, ...) int64; `chunk` may be an array like `num_tokens`."""
@@ -251,8 +251,8 @@ class LayerGroups:
 
     def _bounds(self, chunk: Any, keep: int, num_axes: int = 0) -> Counts:
         """The most blocks that a sequence of any length holds in each group, with axes for several sequences behind."""
-        behind = self._behind.reshape(-1, *(1 for _ in range(num_axes)))
-        return np.asarray(-(-(behind + keep) // self.block_size) - (1 - chunk) // self.block_size + 1)
+        before = self._before.reshape(-1, *(1 for _ in range(num_axes)))
+        return np.asarray(-(-(before + keep) // self.block_size) - (1 - chunk) // self.block_size + 1)
 
 
 def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:

@@ -59,7 +59,7 @@ class SequenceRows:
         Without one there are no chains.
     groups : LayerGroups
     keep : int
-        Tokens behind the windows that stay.
+        Tokens left of the windows that stay.
 
     Attributes
     ----------

@@ -38,7 +38,7 @@ class Sequences(Guarded):
     groups : LayerGroups or None
         Groups of layers, each with block tables of its own; None for one group without a window.
     keep : int
-        Tokens behind the windows that stay.
+        Tokens left of the windows that stay.
     """
 
     def __init__(

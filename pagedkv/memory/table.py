@@ -53,7 +53,7 @@ class SequenceTable(Sequences):
         Groups of layers, each with block tables of its own: `append` releases the blocks that their windows have
         passed. None if every layer sees all tokens.
     keep : int
-        Tokens that stay behind the windows, so that `truncate` can take back as many.
+        Tokens that stay left of the windows, so that `truncate` can take back as many.
 
     Raises
     ------

@@ -17,7 +17,7 @@ class Windows:
     groups : LayerGroups
     max_seqs : int
     keep : int
-        Tokens behind the window that stay, for drafts that may be rolled back.
+        Tokens left of the window that stay, for drafts that may be rolled back.
 
     Attributes
     ----------

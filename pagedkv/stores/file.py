@@ -20,8 +20,8 @@ from typing import BinaryIO
 
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128
 from .recycled import RecycledMemory
-from .slots import Slots, sizes_of
-from .store import Buffer
+from .slots import Slots
+from .store import Buffer, sizes_of
 
 _MAGIC = b"pagedkv file of wire blocks, 1\n\0"
 _SIZES = Struct("<32sQQ")

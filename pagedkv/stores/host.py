@@ -8,8 +8,8 @@ from threading import Lock
 import numpy as np
 
 from .recycled import RecycledMemory
-from .slots import Slots, sizes_of
-from .store import Buffer
+from .slots import Slots
+from .store import Buffer, sizes_of
 
 
 class HostStore:

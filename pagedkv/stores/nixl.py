@@ -23,8 +23,8 @@ import numpy as np
 
 from ..memory.prefix.digests import NUM_BYTES
 from .recycled import RecycledMemory
-from .slots import Slots, require_blocks, sizes_of
-from .store import Buffer
+from .slots import Slots
+from .store import Buffer, require_blocks, sizes_of
 
 _HELLO = Struct("<QQQI")  # capacity, block_bytes, address of the memory, bytes of NIXL's metadata
 _REQUEST = Struct("<4sI")  # what to do, with how many keys

@@ -10,8 +10,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from ..memory.arguments import require_callable
-from .slots import sizes_of
-from .store import BlockStore, Buffer
+from .store import BlockStore, Buffer, sizes_of
 
 _Call = tuple[Callable[[], Any], Future[Any]]
 

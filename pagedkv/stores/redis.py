@@ -8,8 +8,7 @@ from typing import Any
 from ..extras import pip_install
 from ..memory.arguments import as_int
 from .recycled import RecycledMemory
-from .slots import require_blocks, sizes_of
-from .store import Buffer
+from .store import Buffer, require_blocks, sizes_of
 
 _AT_ONCE = 2**20  # bytes of one command and its answer, about
 _ROOM = 2**25  # bytes for blocks that have come, at a time

@@ -8,8 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..memory.arguments import as_int
-from ..memory.prefix.digests import NUM_BYTES
-from .store import Buffer
+from .store import require_blocks
 
 
 class Placement(NamedTuple):
@@ -74,19 +73,3 @@ class Slots:
         gone = [place[0] for key in keys if (place := self._used.pop(key, None)) is not None]
         self._free |= dict.fromkeys(gone)
         return gone
-
-
-def require_blocks(keys: Sequence[bytes], sizes: Sequence[int], most: int) -> None:
-    """Raise ValueError unless there are as many different keys of 16 bytes as blocks of at most `most` bytes."""
-    if len({*keys}) != len(keys) or len(keys) != len(sizes):
-        raise ValueError(f"keys must be different, one for each of {len(sizes)} blocks, got {len({*keys})}")
-    for key, size in zip(keys, sizes, strict=True):
-        if len(key) != NUM_BYTES:
-            raise ValueError(f"keys must have {NUM_BYTES} bytes, got {len(key)}")
-        if size > most:
-            raise ValueError(f"blocks must have at most {most} bytes each, got {size}")
-
-
-def sizes_of(blocks: Sequence[Buffer]) -> list[int]:
-    """The bytes of each block."""
-    return [memoryview(block).nbytes for block in blocks]

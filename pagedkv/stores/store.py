@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..memory.prefix.digests import NUM_BYTES
+
 Buffer = bytes | bytearray | memoryview
 """The bytes of a wire block."""
 
@@ -54,3 +56,19 @@ class BlockStore(Protocol):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys, as far as they are there."""
+
+
+def require_blocks(keys: Sequence[bytes], sizes: Sequence[int], most: int) -> None:
+    """Raise ValueError unless there are as many different keys of 16 bytes as blocks of at most `most` bytes."""
+    if len({*keys}) != len(keys) or len(keys) != len(sizes):
+        raise ValueError(f"keys must be different, one for each of {len(sizes)} blocks, got {len({*keys})}")
+    for key, size in zip(keys, sizes, strict=True):
+        if len(key) != NUM_BYTES:
+            raise ValueError(f"keys must have {NUM_BYTES} bytes, got {len(key)}")
+        if size > most:
+            raise ValueError(f"blocks must have at most {most} bytes each, got {size}")
+
+
+def sizes_of(blocks: Sequence[Buffer]) -> list[int]:
+    """The bytes of each block."""
+    return [memoryview(block).nbytes for block in blocks]

@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "groups: the first one leads, whatever its window",
-        "leader = int(behind.argmax())",
+        "leader = int(before.argmax())",
         "leader = 0",
         "tests/memory/test_groups.py::test_every_layer_has_a_place_of_its_own_and_groups_are_filled_evenly",
     ),
@@ -180,8 +180,8 @@ MUTANTS = [
     ),
     Mutant(
         "groups: a sequence is cut to where it lacks a block",
-        "np.where(first > 0, first * self.block_size + behind, 0)",
-        "np.where(first > 0, first * self.block_size + behind - 1, 0)",
+        "np.where(first > 0, first * self.block_size + before, 0)",
+        "np.where(first > 0, first * self.block_size + before - 1, 0)",
         GROUPS + "test_the_last_append_can_be_taken_back_and_no_more_than_the_window_allows",
     ),
     Mutant(
