@@ -213,7 +213,8 @@ class Sequences(Guarded):
                 i = int(shorter.argmax())
                 raise ValueError(
                     f"length must be 0 or at least {shortest[i]} for sequence {self._rows.handles.of(rows)[i]}, since "
-                    f"what lies before the window has been released, got {length[i]}"
+                    f"what lies before the window has been released, got {length[i]}: a cache made with keep=n goes "
+                    "back n tokens more"
                 )
         self.pool._commit(self._rows.plan_drop(rows, length))
 

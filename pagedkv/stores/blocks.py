@@ -50,7 +50,8 @@ class CacheBlocks:
         if len(cache.groups) > 1 or cache.groups[0].window is not None:
             raise ValueError(
                 f"cache must have one group of layers, without a window, got {cache.groups}: it releases blocks that a "
-                "window has passed, and a store would have sequences with gaps"
+                "window has passed, and a store would have sequences with gaps. Make the cache without windows, "
+                "and pass window= to attend"
             )
         self.cache, self._first_head = cache, as_int("first_head", first_head, maximum=2**16)
         options = cache._options[0]

@@ -162,7 +162,9 @@ class SwapSpace:
             if seq not in self._out:
                 raise ValueError(f"seqs must be sequences that are swapped out, got {seq}, which is not")
             if cache.seq_lens(seq)[0]:
-                raise ValueError(f"seqs must be as swap_out left them, got {seq}, which has got tokens since")
+                raise ValueError(
+                    f"seqs must be as swap_out left them, got {seq}, which has got tokens since: truncate it to 0"
+                )
         needed = sum(-(-self._out[seq].num_tokens // cache.block_size) for seq in handles)
         if needed > (free := cache.num_free):
             raise OutOfBlocksError(

@@ -116,7 +116,7 @@ def test_refusals_change_nothing():
     with pytest.raises(OutOfBlocksError, match="2 blocks asked for, 1 of 6 are free"):
         space.swap_in(seqs[0])
     cache.append(seqs[0], 1)
-    message = f"seqs must be as swap_out left them, got {seqs[0]}, which has got tokens since"
+    message = f"seqs must be as swap_out left them, got {seqs[0]}, which has got tokens since: truncate it to 0"
     with pytest.raises(ValueError, match=message):
         space.swap_in(seqs[0])
     cache.truncate(seqs[0], 0)
