@@ -33,6 +33,7 @@ from .operations.caches import write_kv
 from .operations.prepared import attend
 from .typing import KvDtype, Layout
 from .validation import cache_pair
+from .validation.require import integer
 
 
 class PagedKVCache(Sequences):
@@ -482,6 +483,11 @@ class PagedKVCache(Sequences):
                 f"layer must have K and V of its own, got {layer}, which reads those of {self._same_as[layer]}"
             )
         if len(self.groups) > 1 and getattr(slots, "ndim", 1) == 2:
+            if len(slots) != len(self.groups):
+                raise ValueError(
+                    f"slots must have shape (num_groups, num_tokens) with num_groups = {len(self.groups)}, or be those "
+                    f"of the layer, (num_tokens,), got {tuple(slots.shape)}"
+                )
             slots = slots[self._rows.groups.group_of[layer]]
         write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
 
@@ -509,7 +515,8 @@ class PagedKVCache(Sequences):
         Raises
         ------
         ValueError
-            `window` is None or more than the cache keeps for the layer, or `q` has not the rows of the batch.
+            `window` is None or more than the cache keeps for the layer, `q` has not the rows of the batch, or the batch
+            is of a cache with other groups.
         """
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
@@ -519,6 +526,11 @@ class PagedKVCache(Sequences):
             raise ValueError(
                 f"q must have num_tokens = {batch.num_tokens} rows, those of the batch, got {shape[0]}: "
                 "batch(seqs, query_lens) says how many each sequence has, one if query_lens is not given"
+            )
+        if len(batch.where) != len(self.groups):
+            raise ValueError(
+                f"batch must be made by this cache, with block tables of {len(self.groups)} groups of layers, got "
+                f"{len(batch.where)}"
             )
         where, stored = batch.where[self._rows.groups.group_of[layer]], ours | {"max_seq_len": batch.max_seq_len}
         if self._rows.windows is not None:
@@ -556,7 +568,7 @@ class PagedKVCache(Sequences):
         """Add the window of a layer, and refuse a larger one."""
         kept = self.groups[self._rows.groups.group_of[layer]].window
         window = options.setdefault("window", kept)
-        if kept is not None and (window is None or window > kept):
+        if kept is not None and (window is None or integer("window", window) > kept):
             raise ValueError(
                 f"window must be at most {kept} in layer {layer}, whose tokens before that have been released, got "
                 f"{window}: leave it out, or give the cache larger windows"

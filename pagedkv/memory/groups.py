@@ -106,6 +106,7 @@ class LayerGroups:
         >>> layers.held(40), layers.peak(40, chunk=16)
         (13, 17)
         """
+        max_seq_len = None if max_seq_len is None else as_int("max_seq_len", max_seq_len, minimum=1)
         windows = _windows(windows, num_layers, max_seq_len)
         same_as = _same_as(same_as, windows)
         classes: dict[int | None, list[int]] = {}
@@ -280,10 +281,13 @@ def _windows(windows: Any, num_layers: int, max_seq_len: int | None) -> list[int
 
 def _same_as(same_as: Mapping[int, int] | None, windows: list[int | None]) -> dict[int, int]:
     """Check which layers read the K and V of which others."""
+    if same_as is not None and not isinstance(same_as, Mapping):
+        raise TypeError(f"same_as must be a dict from layers to earlier layers, got {type(same_as).__name__}")
+    given = {as_int("same_as", layer): as_int("same_as", other) for layer, other in (same_as or {}).items()}
     checked: dict[int, int] = {}
-    for layer, other in sorted((same_as or {}).items()):
+    for layer, other in sorted(given.items()):
         as_int("same_as", layer, maximum=len(windows) - 1)
-        if as_int("same_as", other) >= layer:
+        if other >= layer:
             raise ValueError(f"same_as must name an earlier layer for layer {layer}, got {other}")
         if other in checked:
             raise ValueError(f"same_as must name layers with K and V, but {other}, for layer {layer}, has none itself")

@@ -68,3 +68,36 @@ def test_a_map_says_which_group_has_which_block():
     assert html.endswith("; small: of layers with a window</small></div>")
     cache.free(seqs)
     assert "small:" not in cache._repr_html_()
+
+
+# -- refusals
+@pytest.fixture
+def two_groups():
+    cache = PagedKVCache(2, 8, P, num_kv_heads=1, head_dim=8, windows=[6, None])
+    seq, _ = cache.add(3)
+    return cache, seq
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_slots_of_another_number_of_groups_are_refused(two_groups, num_groups):
+    cache, _ = two_groups
+    k = np.ones((1, 1, 8), np.float32)
+    with pytest.raises(ValueError, match=rf"^slots must have shape .* num_groups = 2, .* got \({num_groups}, 1\)$"):
+        cache.write(1, k, k, np.zeros((num_groups, 1), np.int64))
+    assert not cache.k_caches[1].any()
+
+
+def test_a_batch_of_a_cache_with_other_groups_is_refused(two_groups):
+    q = np.ones((1, 1, 8), np.float32)
+    one_group = PagedKVCache(2, 8, P, num_kv_heads=1, head_dim=8)
+    seq, _ = one_group.add(3)
+    for cache, batch in ((two_groups[0], one_group.batch([seq])), (one_group, two_groups[0].batch([two_groups[1]]))):
+        with pytest.raises(ValueError, match=r"^batch must be made by this cache, with block tables of \d groups"):
+            cache.attend(1, q, batch)
+
+
+@pytest.mark.parametrize("window", ["3", [3], 30.0])
+def test_a_window_that_is_no_int_is_refused(two_groups, window):
+    cache, seq = two_groups
+    with pytest.raises(TypeError, match=r"^window must be an int, got (str|list|float)$"):
+        cache.attend(0, np.ones((1, 1, 8), np.float32), cache.batch([seq]), window=window)
