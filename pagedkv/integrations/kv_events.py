@@ -28,6 +28,7 @@ _SECONDS = 0.1  # a request for a replay waits at most so long
 _GATHERED = 0.002  # seconds in which events join a message: fewer messages leave the cache's thread more of the GIL
 _LINGER = 1000  # milliseconds that close() gives a subscriber to take what was sent
 _END = (-1).to_bytes(8, "big", signed=True)
+# vLLM's classes leave out of a message what has its default; the other fields, such as lora_id, have none.
 _OPTIONAL = {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
 
 

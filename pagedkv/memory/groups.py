@@ -162,7 +162,7 @@ class LayerGroups:
         """The first column of a table that the next tokens still see, for each group.
 
         The window is counted from the last block boundary, so that a sequence passes a block when it begins one, and
-        holds what a prefix of all its full blocks needs.
+        holds what a prefix of all its full blocks needs. `_most_columns` and `SequenceRows.plan_pass` rely on it.
 
         Parameters
         ----------
@@ -253,7 +253,16 @@ class LayerGroups:
     def _bounds(self, chunk: Any, keep: int, num_axes: int = 0) -> Counts:
         """The most blocks that a sequence of any length holds in each group, with axes for several sequences behind."""
         before = self._before.reshape(-1, *(1 for _ in range(num_axes)))
-        return np.asarray(-(-(before + keep) // self.block_size) - (1 - chunk) // self.block_size + 1)
+        return np.asarray(_most_columns(before + keep, self.block_size, chunk))
+
+
+def _most_columns(before: Any, block_size: int, chunk: Any = 1) -> Any:
+    """The most blocks of a group that a sequence holds at once, if a query sees `before` tokens before its own.
+
+    A window is counted from the last block boundary (see `LayerGroups.first_columns`). So many blocks are left of it;
+    up to block_size - 1 computed tokens and a chunk are right of it.
+    """
+    return -(-before // block_size) - (1 - chunk) // block_size + 1
 
 
 def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:
@@ -263,7 +272,7 @@ def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:
     for window, count in counts.items():
         groups = -(-count // size)
         num_groups += groups
-        blocks += groups * (columns if window is None else min(columns, 1 - (1 - window) // block_size))
+        blocks += groups * (columns if window is None else min(columns, _most_columns(window - 1, block_size)))
     return size * blocks * (1 + _COST_OF_GROUP * num_groups)
 
 

@@ -295,7 +295,7 @@ class SequenceRows:
             return []
         if last_step is None:
             at, lines, done = _IN_ORDER, self.lines_of(rows), self.lens[rows]
-        else:  # a sequence passes blocks only at the end of one
+        else:  # windows are counted from block boundaries, so that only full blocks move them
             at, lines = last_step.full, last_step.full_lines
             done = last_step.full_columns[: len(at) // self.num_groups] * self.block_size
         before, after = self.windows.first[lines], self.windows.after(lines, done)

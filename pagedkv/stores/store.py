@@ -14,9 +14,9 @@ Buffer = bytes | bytearray | memoryview
 class BlockStore(Protocol):
     """Keeps blocks of bytes under keys of 16 bytes, and drops the least recently used ones when it is full.
 
-    `HostStore`, `FileStore` and `RedisStore` are such, and one of yours needs these three methods. A store may lose
-    blocks at any time, and its methods may raise whatever they like: what does not come is computed. Each block that
-    comes is checked before anything of it reaches a cache.
+    `HostStore`, `FileStore`, `RedisStore` and `NixlStore` are such, and one of yours needs these three methods. A store
+    may lose blocks at any time, and its methods may raise whatever they like: what does not come is computed. Each
+    block that comes is checked before anything of it reaches a cache.
 
     Attributes
     ----------

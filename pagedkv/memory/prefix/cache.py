@@ -123,11 +123,12 @@ class PrefixCache:
         self.outbox = None if listener is None else Outbox(listener, medium, groups, block_size)
         self._groups = groups
         self._holders = Holders(groups, num_blocks) if len(groups.groups) > 1 else None
-        # Which blocks a second sequence has found. Without windows nobody asks.
-        self._found_again = np.zeros(num_blocks if groups.has_windows else 0, np.bool)
         # A window passes most blocks of a long prompt, and few prompts find one again: those that none has found are
-        # evicted before all others, else each long prompt would push out the beginnings that others share.
-        self._passed = LRU(num_blocks) if groups.has_windows and type(self.eviction) is LRU else None
+        # evicted before all others, else each long prompt would push out the beginnings that others share. The order of
+        # a caller's eviction is the caller's alone.
+        self._evicted_first = LRU(num_blocks) if groups.has_windows and type(self.eviction) is LRU else None
+        # Which blocks a second sequence has found.
+        self._found_again = np.zeros(0 if self._evicted_first is None else num_blocks, np.bool)
 
     def is_findable(self, blocks: Int64Array) -> npt.NDArray[np.bool]:
         """Which blocks can be found, (n,) bool."""
@@ -172,25 +173,25 @@ class PrefixCache:
 
     def plan_found(self, blocks: Int64Array) -> list[Write]:
         """Note that another sequence has found blocks: once windows pass them, they wait longer for their eviction."""
-        return [(self._found_again, blocks, np.ones(len(blocks), np.bool))] if len(self._found_again) else []
+        return [] if self._evicted_first is None else [(self._found_again, blocks, np.ones(len(blocks), np.bool))]
 
     def plan_enter(self, blocks: Int64Array, passed: bool) -> list[Write]:
         """Let findable blocks without references wait for their eviction; `passed` ones are those of a window."""
-        if not passed or self._passed is None:  # an eviction of a caller gets all blocks alike
-            return self.eviction.plan_enter(self.tails_first(blocks))
+        if not passed or self._evicted_first is None:
+            return self.eviction.plan_enter(self._tails_first(blocks))
         again = self._found_again[blocks]
-        others = self.eviction.plan_enter(self.tails_first(blocks[again])) if np.count_nonzero(again) else []
-        return [*others, *self._passed.plan_enter(blocks[~again])]
+        others = self.eviction.plan_enter(self._tails_first(blocks[again])) if np.count_nonzero(again) else []
+        return [*others, *self._evicted_first.plan_enter(blocks[~again])]
 
     def plan_leave(self, blocks: Int64Array, num_evicted: int) -> tuple[Int64Array, list[Write]]:
         """Let blocks that are used again wait no longer, and evict others."""
-        if self._passed is None:
+        if self._evicted_first is None:
             return self.eviction.plan_leave(blocks, num_evicted)
-        first, writes = self._passed.plan_leave(blocks, num_evicted)
+        first, writes = self._evicted_first.plan_leave(blocks, num_evicted)
         others, more = self.eviction.plan_leave(blocks, num_evicted - len(first))
         return joined(first, others), [*writes, *more]
 
-    def tails_first(self, blocks: Int64Array) -> Int64Array:
+    def _tails_first(self, blocks: Int64Array) -> Int64Array:
         """Sort findable blocks so that those of a sequence come from its last one to its first."""
         return blocks[np.argsort(-self._serials[blocks], kind="stable")]
 
@@ -411,7 +412,7 @@ class PrefixCache:
                     (self._serials, others, held.serials[i]),
                 ]
                 findable = np.concatenate([findable, others])
-            if len(self._found_again):
+            if self._evicted_first is not None:
                 writes.append((self._found_again, findable, np.zeros(len(findable), np.bool)))
         return writes if self.outbox is None or not events else [*writes, *self.outbox.plan(events)]
 
@@ -451,10 +452,10 @@ class PrefixCache:
         """Raise AssertionError unless every invariant holds; `refs` are the reference counts of all blocks."""
         findable = self.findable()
         waiting = findable[refs[findable] == 0]
-        if self._passed is not None:
-            passed = np.sort(self._passed.waiting())
-            self._passed.check(passed)
-            waiting = np.setdiff1d(waiting, passed)
+        if self._evicted_first is not None:
+            first = np.sort(self._evicted_first.waiting())
+            self._evicted_first.check(first)
+            waiting = np.setdiff1d(waiting, first)
         self.eviction.check(waiting)
         others, findable = findable, self._leaders()
         self._index.check(findable)
