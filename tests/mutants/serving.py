@@ -105,34 +105,10 @@ MUTANTS = [
         "tests/test_layer_windows.py::test_windows",
     ),
     Mutant(
-        "ranks: each takes the tokens that it chose itself",
-        "    if ranks is not None:\n        tokens, finite",
-        "    if False:\n        tokens, finite",
-        RANKS + "test_draws_without_a_seed_are_the_same_on_all_ranks",
-    ),
-    Mutant(
-        "ranks: a request ends only where it is not finite",
-        "least = _least([*mine, *map(int, finite)], self._device)",
-        "least = _least(mine, self._device) + [*map(int, finite)]",
-        RANKS + "test_a_request_that_is_not_finite_on_one_rank_ends_on_all",
-    ),
-    Mutant(
         "ranks: a cache has as many blocks as its own rank has room for",
         "if fewest < made.pool.num_blocks:",
         "if False:",
         RANKS + "test_all_ranks_have_as_many_blocks_as_the_smallest",
-    ),
-    Mutant(
-        "ranks: each drops the streams that were dropped on itself",
-        "dropped_by_rank_0: deque[int] = told[1]",
-        "dropped_by_rank_0: deque[int] = theirs",
-        RANKS + "test_a_stream_that_rank_0_drops_ends_on_all_ranks",
-    ),
-    Mutant(
-        "ranks: the others do not hear of aborts",
-        'self._ranks.calls.append(("abort", request))',
-        "pass",
-        RANKS + "test_ranks_that_follow_are_told_of_aborts",
     ),
     Mutant(
         "ranks: each has all KV heads",
