@@ -200,7 +200,8 @@ class PagedKVCache(Sequences):
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
         count = num_blocks if memory is None else blocks_in(memory, block_bytes, arrays)
-        num_blocks = as_int("num_blocks", count, minimum=1, maximum=MAX_INT32)
+        # Each group needs a block.
+        num_blocks = as_int("num_blocks", count, minimum=len(groups.groups), maximum=MAX_INT32)
         if max_seq_len is None:
             max_blocks = min(groups.longest(num_blocks, 1, keep) // block_size, MAX_INT32 // block_size)
         else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,13 @@ def run(program, folder, num_ranks=2, seconds=120, **model):
     """Run a function of this file on so many ranks, with a model in a folder: what each returned, by its rank."""
     command = [sys.executable, "-m", __name__, program, str(folder), str(num_ranks), json.dumps(model)]
     threads = {"OMP_NUM_THREADS": "1", "PAGEDKV_NUM_THREADS": "1"}
-    subprocess.run(command, env=os.environ | threads, check=True, timeout=seconds, cwd=ROOT)
+    # A session of its own, so that a time-out ends the ranks, too: they may wait for each other for ever.
+    with subprocess.Popen(command, env=os.environ | threads, cwd=ROOT, start_new_session=True) as process:
+        try:
+            assert process.wait(seconds) == 0
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 

@@ -101,3 +101,9 @@ def test_a_window_that_is_no_int_is_refused(two_groups, window):
     cache, seq = two_groups
     with pytest.raises(TypeError, match=r"^window must be an int, got (str|list|float)$"):
         cache.attend(0, np.ones((1, 1, 8), np.float32), cache.batch([seq]), window=window)
+
+
+def test_each_group_needs_a_block():
+    with pytest.raises(ValueError, match=r"^num_blocks must be at least 2, got 1$"):
+        PagedKVCache(2, 1, P, num_kv_heads=1, head_dim=8, windows=[6, None])
+    PagedKVCache(2, 2, P, num_kv_heads=1, head_dim=8, windows=[6, None]).add(P)
