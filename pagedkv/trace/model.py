@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..layer_windows import LayerWindows, layer_windows
@@ -38,13 +39,15 @@ class Model(NamedTuple):
     layers: LayerWindows
 
 
-def read_config(path: str) -> Model:
+def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> Model:
     """Read the config of a model of transformers.
 
     Parameters
     ----------
     path : str
         Its config.json, or the folder with it.
+    given : mapping
+        Arguments of `kv_bytes`, for what the file leaves to the model's class.
 
     Raises
     ------
@@ -59,22 +62,26 @@ def read_config(path: str) -> Model:
             text = opened.read(MOST_CONFIG_BYTES)
             if opened.read(1):
                 raise ValueError(f"it has more than {MOST_CONFIG_BYTES} bytes")
-        config = _named_values("it", json.loads(text))
-        config = _named_values("its text_config", config.get("text_config", config))
+        whole = _named_values("it", json.loads(text))
+        config = _named_values("its text_config", whole.get("text_config", whole))
         if "kv_lora_rank" in config:
             raise ValueError("its attention is MLA, which keeps a latent vector instead of K and V")
         heads, width = (as_int(name, config.get(name, 0)) for name in ("num_attention_heads", "hidden_size"))
-        known = {"num_key_value_heads": heads, "head_dim": width // max(1, heads)} | config
+        known = {"num_key_value_heads": heads, "head_dim": width // heads if heads else 0}
+        known |= {theirs: given[ours] for ours, theirs in CONFIG.items() if ours in given} | config
         if missing := [theirs for theirs in CONFIG.values() if not known.get(theirs)]:
             raise ValueError(f"it has no {', '.join(missing)}")
         shape: dict[str, Any] = {ours: known[theirs] for ours, theirs in CONFIG.items()}
-        dtype = config.get("dtype") or config.get("torch_dtype")
+        dtypes = [where.get(key) for where in (config, whole) for key in ("dtype", "torch_dtype")]
+        dtype = next(filter(None, dtypes), None)
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
         return Model(shape, layer_windows(config, shape["num_layers"]))
     except (OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         said = str(error).replace("\n", " ")[:200]
-        raise ValueError(f"{file} does not say the shape of a model ({said}): give --num-layers and so on") from error
+        raise ValueError(
+            f"{file} does not say the shape of a model ({said}): give --num-layers, --num-kv-heads and --head-dim"
+        ) from error
 
 
 def _named_values(name: str, value: Any) -> dict[str, Any]:
@@ -133,7 +140,7 @@ def run(
         A row for the shape and one for each length.
     """
     given = {name: value for name, value in shape.items() if value is not None}
-    read = read_config(config) if config else Model({}, LayerWindows([], {}))
+    read = read_config(config, given) if config else Model({}, LayerWindows([], {}))
     model = {"dtype": "float16"} | read.shape | given
     missing = [name for name in CONFIG if name not in model]
     if missing:

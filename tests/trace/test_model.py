@@ -99,6 +99,16 @@ def test_what_a_small_model_takes(tmp_path, capsys, block_size, expected):
     assert row["bytes"] == expected
 
 
+def test_options_fill_in_what_a_config_leaves_to_its_class(tmp_path, capsys):
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"text_config": text, "torch_dtype": "float32"}
+    head, _ = printed(tmp_path, capsys, config, "--num-kv-heads", "4", "--head-dim", "256")
+    assert (head["head_dim"], head["stored as"], head["bytes of a token"]) == (256, "float32", 34 * 2 * 4 * 256 * 4)
+    assert head["groups of layers"].startswith("1 without a window, 6 of window 1024")
+    assert main(["kv-bytes", "--config", str(tmp_path), "--num-kv-heads", "4"]) == 2
+    assert "it has no head_dim)" in capsys.readouterr().err
+
+
 def test_what_fits(tmp_path, capsys):
     head, row = printed(tmp_path, capsys, GEMMA_27B, "--num-tokens", "32768", "--memory", "24GiB")
     blocks = 24 * 2**30 // head["of a block of 16"]
@@ -136,7 +146,7 @@ def test_configs_that_say_no_shape(tmp_path, text, message, capsys):
     [line] = capsys.readouterr().err.splitlines()
     assert "config.json does not say the shape of a model (" in line
     assert message in line
-    assert line.endswith(": give --num-layers and so on")
+    assert line.endswith(": give --num-layers, --num-kv-heads and --head-dim")
 
 
 def test_kv_bytes_of_a_model_on_the_command_line(tmp_path, capsys):
