@@ -17,7 +17,7 @@ from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import Added, ids_of
 from .blocks import CacheBlocks
 from .patient import PatientStore
-from .store import BlockStore
+from .store import BlockStore, require_room
 from .wire import BLOCK_TOKENS
 
 _AT_ONCE = 2**24  # bytes that are asked for at a time, so that the next ones come while these are written
@@ -38,6 +38,8 @@ class StoredPrefixes:
     cache : PagedKVCache
         With a prefix cache; its layers have no windows.
     store : BlockStore
+        With room for a wire block of each KV head: a `HostStore` or `FileStore` needs `block_bytes` of one wire block,
+        and a capacity of as many as the cache has KV heads.
     model : str
         What K and V depend on besides tokens and salts: the name and the revision of the weights, and all that changes
         them, such as another scaling of positions.
@@ -48,7 +50,8 @@ class StoredPrefixes:
     timeout : float
         Seconds that `load` waits for the store at most.
     max_pending_bytes : int
-        Bytes that wait at most for the store to take them; what comes when there are more is not stored.
+        Bytes that wait at most for the store to take them, at least those of all KV heads of one wire block; what comes
+        when there are more is not stored.
 
     Attributes
     ----------
@@ -100,6 +103,12 @@ class StoredPrefixes:
         self.cache, self.chains = cache, chains
         self.blocks = CacheBlocks(cache, model, first_head=first_head, block_tokens=block_tokens)
         self.patient = PatientStore(store, timeout, max_pending_bytes)
+        require_room(store, self.blocks.wire.block_bytes, self.blocks.num_heads)
+        if max_pending_bytes < (needed := self.blocks.bytes_of_all_heads):
+            raise ValueError(
+                f"max_pending_bytes must be at least {needed}, what {block_tokens} tokens take in this cache, got "
+                f"{max_pending_bytes}, which lets no block wait for the store"
+            )
         self.num_loaded = self.num_stored = self.num_dropped = 0
         self._known: OrderedDict[bytes, None] = OrderedDict()  # chained digests that the store was given or had
 

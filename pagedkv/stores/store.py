@@ -69,6 +69,25 @@ def require_blocks(keys: Sequence[bytes], sizes: Sequence[int], most: int) -> No
             raise ValueError(f"blocks must have at most {most} bytes each, got {size}")
 
 
+def require_room(store: BlockStore, block_bytes: int, num_blocks: int) -> None:
+    """Raise ValueError if a store tells that it cannot hold so many blocks of `block_bytes` bytes.
+
+    Those are all KV heads of the same tokens: a store with less room takes blocks, and none of them is ever found.
+    """
+    slot_bytes = getattr(store, "block_bytes", block_bytes)  # a store of the user's need not have slots of one size
+    if slot_bytes < block_bytes:
+        raise ValueError(
+            f"store must take blocks of {block_bytes} bytes, those of this cache, got one with block_bytes="
+            f"{slot_bytes}: make it with block_bytes={block_bytes}, or pass a smaller block_tokens"
+        )
+    needed, capacity = num_blocks * slot_bytes, getattr(store, "capacity", None)
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"store must have a capacity of at least {needed} bytes, {num_blocks} blocks of {slot_bytes}: one for each "
+            f"KV head of the same tokens; got {capacity}: give it more, or pass a smaller block_tokens"
+        )
+
+
 def sizes_of(blocks: Sequence[Buffer]) -> list[int]:
     """The bytes of each block."""
     return [memoryview(block).nbytes for block in blocks]

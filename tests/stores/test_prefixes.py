@@ -246,6 +246,50 @@ def test_what_is_no_store_is_refused():
         prefixes_of(make_cache(), 7)
 
 
+SIZE = blocks_of(make_cache()).wire.block_bytes
+
+
+class ListStore:
+    """A store of a user's, which keeps blocks of any size and tells no capacity."""
+
+    def get(self, keys):
+        return [None] * len(keys)
+
+    def put(self, keys, blocks): ...
+
+    def remove(self, keys): ...
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        (
+            HostStore(2**21, SIZE - 1),
+            f"store must take blocks of {SIZE} bytes, .* got one with block_bytes={SIZE - 1}: make it with block_bytes",
+        ),
+        (
+            HostStore(4 * SIZE - 1, SIZE),
+            rf"capacity of at least {4 * SIZE} bytes, 4 blocks of {SIZE}: .* got {4 * SIZE - 1}: give it more",
+        ),
+        (HostStore(6 * SIZE, 2 * SIZE), rf"at least {8 * SIZE} bytes, 4 blocks of {2 * SIZE}: .* got {6 * SIZE}"),
+    ],
+)
+def test_a_store_without_room_for_one_wire_block_is_refused(store, message):
+    with pytest.raises(ValueError, match=message):
+        prefixes_of(make_cache(), store)
+
+
+def test_a_store_need_not_tell_its_sizes():
+    assert prefixes_of(make_cache(), ListStore()).load([1, 2]) == 0
+    expected = stored(store := HostStore(4 * SIZE, SIZE), text(W))
+    np.testing.assert_array_equal(loaded(make_cache(), store, text(W + 1))[1], expected)
+
+
+def test_a_bound_that_lets_no_block_wait_is_refused():
+    with pytest.raises(ValueError, match=rf"max_pending_bytes must be at least {4 * SIZE}, what {W} tokens take in"):
+        prefixes_of(make_cache(), make_store(), max_pending_bytes=4 * SIZE - 1)
+
+
 def test_wrong_tokens_change_nothing():
     with prefixes_of(make_cache(), make_store()) as prefixes:
         for call in (prefixes.load, prefixes.store):
