@@ -127,7 +127,8 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
         raise ValueError(f"ptx must have all functions that it calls, got calls of {', '.join(external)}")
     nvjitlink, version = _nvjitlink()
     arch, code = f"sm_{capability[0]}{capability[1]}{'a' if is_specific(ptx) else ''}", ptx.encode()
-    options = [f"-arch={arch}", "-Xptxas=-v", f"-Xptxas=-O{level}"]
+    # Beside a driver nvJitLink finds machine code in the driver's cache, and then ptxas writes no log.
+    options = [f"-arch={arch}", "-no-cache", "-Xptxas=-v", f"-Xptxas=-O{level}"]
     handle = None
     try:
         handle = nvjitlink.create(len(options), options)

@@ -186,6 +186,21 @@ def test_ptx_names_the_lowest_version_that_it_needs(capability, before, after):
     assert with_lowest_version(module, capability) == module.replace(f"\n.version {before}", f"\n.version {after}")
 
 
+def test_code_from_the_cache_of_the_driver_is_not_taken(monkeypatch):
+    """It would come without ptxas's log, and without a driver there is no such cache."""
+    from cuda.bindings import nvjitlink
+
+    create, found = nvjitlink.create, []
+    monkeypatch.setattr(nvjitlink, "create", lambda n, options: found.append(options) or create(n, options))
+    assert link(SMALL, (9, 0)).resources().registers
+    assert "-no-cache" in found[0]
+
+
+@pytest.mark.gpu
+def test_a_module_that_is_linked_again_has_a_log():
+    assert link(SMALL, (9, 0)).resources() == link(SMALL, (9, 0)).resources()
+
+
 def test_without_nvjitlink_the_message_says_what_to_install(monkeypatch):
     from cuda.bindings import nvjitlink
 
