@@ -371,12 +371,15 @@ class PagedKVCache(Sequences):
         return starts.find(self._rows, known_prompt(tokens, salt)).num_tokens
 
     @consistent
-    def can_add(self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0) -> bool:
-        """Whether `add` has room for these tokens and leaves `reserve` blocks free.
+    def can_add(
+        self, tokens: Any, salt: str | bytes | None = None, *, reserve: int = 0, chunk: int | None = None
+    ) -> bool:
+        """Whether `add` has room for these tokens and leaves `reserve` blocks free; with a `chunk`, `add_found`.
 
         Reserve one block for each running sequence, for example, so that all of them can go on decoding.
         """
-        return starts.can_add(self._rows, prompt_of(tokens, salt), as_int("reserve", reserve))
+        chunk = None if chunk is None else as_int("chunk", chunk, minimum=1)
+        return starts.can_add(self._rows, prompt_of(tokens, salt), as_int("reserve", reserve), chunk)
 
     @exclusive
     def pin(self, name: str, tokens: Any, salt: str | bytes | None = None) -> int:

@@ -28,9 +28,9 @@ def find(rows: SequenceRows, prompt: Prompt) -> Hit:
     return NO_HIT if rows.chains is None else rows.chains.share(prompt)
 
 
-def can_add(rows: SequenceRows, prompt: Prompt, reserve: int) -> bool:
-    """Whether a sequence fits and leaves `reserve` blocks free."""
-    needed = _num_taken(rows, prompt.num_tokens, find(rows, prompt)) + reserve
+def can_add(rows: SequenceRows, prompt: Prompt, reserve: int, chunk: int | None = None) -> bool:
+    """Whether a sequence fits, appended in chunks if they are given, and leaves `reserve` blocks free."""
+    needed = _num_taken(rows, prompt.num_tokens, find(rows, prompt), chunk) + reserve
     return prompt.num_tokens <= rows.max_len and needed <= rows.pool.num_free and rows.handles.num_free > 0
 
 

@@ -20,6 +20,8 @@ from .store import Buffer
 from .wire import BLOCK_TOKENS, Name, Wire
 
 _AT_ONCE = 2**22  # bytes that are gathered at a time: they stay in a core's cache
+_Layers = list[tuple[int, tuple[Any, Any]]]  # the place of each layer in a payload, its K and its V
+_OnHost = tuple[_Layers, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # and the block and the offset of each slot
 
 
 class CacheBlocks:
@@ -28,26 +30,35 @@ class CacheBlocks:
     Parameters
     ----------
     cache : PagedKVCache
-        Of one group of layers.
     model : str
         As in `Wire`.
     first_head : int
         The number in the model of the cache's first KV head: of a rank that has heads 4 to 7, it is 4.
     block_tokens : int
         As in `Wire`.
+    layers : sequence of int, or None
+        All layers of one window, whose K and V the blocks have; None for all layers of a cache without windows.
 
     Attributes
     ----------
     cache : PagedKVCache
     wire : Wire
+    groups : list of int
+        The groups of these layers, in the cache.
     num_heads : int
         KV heads of the cache.
     """
 
     def __init__(
-        self, cache: PagedKVCache, model: str, *, first_head: int = 0, block_tokens: int = BLOCK_TOKENS
+        self,
+        cache: PagedKVCache,
+        model: str,
+        *,
+        first_head: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
+        layers: Sequence[int] | None = None,
     ) -> None:
-        if len(cache.groups) > 1 or cache.groups[0].window is not None:
+        if layers is None and (len(cache.groups) > 1 or cache.groups[0].window is not None):
             raise ValueError(
                 f"cache must have one group of layers, without a window, got {cache.groups}: it releases blocks that a "
                 "window has passed, and a store would have sequences with gaps. Make the cache without windows, "
@@ -61,10 +72,33 @@ class CacheBlocks:
         geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
         self.num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
         kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
-        places = cache._rows.groups.place_of
-        self._layers = [places.index(place) for place in sorted({*places})]  # without those that read another's
-        self.wire = Wire(model, len(self._layers), self._head_dim, kind, block_tokens=block_tokens)
+        with_kv = sorted(layer for group in cache.groups for layer in group.layers)  # not those that read another's
+        self._layers = with_kv if layers is None else sorted(layers)
+        group_of = cache.layer_groups.group_of
+        self.groups = sorted({group_of[layer] for layer in self._layers})
+        named = () if self._layers == with_kv else self._layers
+        self.wire = Wire(model, len(self._layers), self._head_dim, kind, block_tokens=block_tokens, layers=named)
         self._scales = [b""] * self.num_heads if kv_dtype is None else self._scales_of_heads()
+
+    @classmethod
+    def of_each_window(cls, cache: PagedKVCache, model: str, **options: int) -> list[CacheBlocks]:
+        """Those of the layers without a window, and of the layers of each window; `options` as in `CacheBlocks`.
+
+        Raises
+        ------
+        ValueError
+            All layers have windows, so that the cache forgets the first tokens of a sequence.
+        """
+        if not cache.layer_groups.leader_is_full:
+            raise ValueError(
+                f"cache must have layers without a window, got {cache.groups}: when windows have passed the first "
+                "tokens of a sequence in all layers, their ids are lost, and a store finds nothing without them. Make "
+                "the cache without windows, and pass window= to attend"
+            )
+        layers: dict[int | None, list[int]] = {None: []}
+        for group in cache.groups:
+            layers.setdefault(group.window, []).extend(group.layers)
+        return [cls(cache, model, layers=of_window, **options) for of_window in layers.values()]
 
     @property
     def bytes_of_all_heads(self) -> int:
@@ -75,13 +109,18 @@ class CacheBlocks:
         """The names of a wire block in the cache's KV heads."""
         return [self.wire.name(digest, self._first_head + i, scales) for i, scales in enumerate(self._scales)]
 
+    def missing(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool]:
+        """Which tokens the cache does not have in these layers, (num_tokens,) bool; `slots` as in `read`."""
+        return np.asarray((np.atleast_2d(slots)[self.groups] < 0).any(axis=0))
+
     def read(self, slots: npt.NDArray[np.int64], digests: Sequence[bytes]) -> tuple[list[Name], list[memoryview]]:
         """Copy tokens out of the cache.
 
         Parameters
         ----------
-        slots : (num_tokens,) int64
-            Of tokens that follow each other; the first is the first of a wire block. Zeros fill the last block up.
+        slots : (num_tokens,) int64, or (num_groups, num_tokens) with several groups
+            Of tokens that follow each other; the first is the first of a wire block. The block has zeros for a negative
+            one, and behind the last.
         digests : sequence of bytes
             Of the wire blocks that they are in.
 
@@ -94,17 +133,22 @@ class CacheBlocks:
         size, num_blocks, num_heads = self.wire.block_tokens, len(digests), self.num_heads
         sealed = self.wire.empty(num_blocks * num_heads)
         payloads = bits(self.wire.payloads(sealed)).reshape(num_blocks, num_heads, *self.wire.payload_shape)
-        padded = np.pad(slots, (0, num_blocks * size - len(slots)), mode="edge")
-        with self._on_host(padded, writes=False) as (layers, ids, offsets):
-            at_once = max(1, _AT_ONCE // self.bytes_of_all_heads)
-            for first in range(0, num_blocks, at_once):
-                some = slice(first, first + at_once)
-                of_tokens = slice(first * size, (first + at_once) * size)
-                for layer, both in enumerate(layers):
-                    for i, view in enumerate(both):
-                        rows = view[ids[of_tokens], offsets[of_tokens]].reshape(-1, size, num_heads, self._head_dim)
-                        payloads[some, :, layer, i] = rows.swapaxes(1, 2)
-        payloads[-1, :, :, :, len(slots) - num_blocks * size or size :] = 0
+        slots = np.atleast_2d(slots)
+        padded = np.pad(slots, ((0, 0), (0, num_blocks * size - slots.shape[1])), constant_values=-1)
+        missing, at_once = self.missing(padded), max(1, _AT_ONCE // self.bytes_of_all_heads)
+        for group in self.groups:
+            there = np.where(missing, padded[group].max(), padded[group])
+            with self._on_host(group, there, writes=False) as (layers, ids, offsets):
+                for first in range(0, num_blocks, at_once):
+                    some = slice(first, first + at_once)
+                    of_tokens = slice(first * size, (first + at_once) * size)
+                    for layer, both in layers:
+                        for i, view in enumerate(both):
+                            rows = view[ids[of_tokens], offsets[of_tokens]]
+                            rows = rows.reshape(-1, size, num_heads, self._head_dim)
+                            payloads[some, :, layer, i] = rows.swapaxes(1, 2)
+        if missing.any():
+            np.moveaxis(payloads, 4, 1)[missing.reshape(num_blocks, size)] = 0
         names = [name for digest in digests for name in self.names(digest)]
         self.wire.seal(sealed, names)
         return names, [block.data for block in sealed]
@@ -123,57 +167,57 @@ class CacheBlocks:
 
         Parameters
         ----------
-        slots : (num_tokens,) int64
+        slots : (num_tokens,) int64, or (num_groups, num_tokens) with several groups
             Where they go.
         skipped : int
             How many tokens the first wire blocks have before them.
         opened : sequence of array
             From `open`.
         """
-        size, num_heads = self.wire.block_tokens, self.num_heads
-        end = skipped + len(slots)
+        size, num_heads, slots = self.wire.block_tokens, self.num_heads, np.atleast_2d(slots)
+        end = skipped + slots.shape[1]
         at_once = max(1, _AT_ONCE // self.bytes_of_all_heads)
-        with self._on_host(slots, writes=True) as (layers, ids, offsets):
-            for first in range(skipped // size, -(-end // size), at_once):
-                heads = np.stack(opened[first * num_heads : (first + at_once) * num_heads])
-                payloads = bits(self.wire.payloads(heads)).reshape(-1, num_heads, *self.wire.payload_shape)
-                start, stop = max(first * size, skipped), min((first + len(payloads)) * size, end)
-                inside, of_tokens = (
-                    slice(start - first * size, stop - first * size),
-                    slice(start - skipped, stop - skipped),
-                )
-                for layer, both in enumerate(layers):
-                    for i, view in enumerate(both):
-                        rows = payloads[:, :, layer, i].swapaxes(1, 2).reshape(-1, num_heads, self._head_dim)[inside]
-                        view[ids[of_tokens], offsets[of_tokens]] = rows.reshape(len(rows), *view.shape[2:])
+        for group in self.groups:
+            with self._on_host(group, slots[group], writes=True) as (layers, ids, offsets):
+                for first in range(skipped // size, -(-end // size), at_once):
+                    heads = np.stack(opened[first * num_heads : (first + at_once) * num_heads])
+                    payloads = bits(self.wire.payloads(heads)).reshape(-1, num_heads, *self.wire.payload_shape)
+                    start, stop = max(first * size, skipped), min((first + len(payloads)) * size, end)
+                    inside = slice(start - first * size, stop - first * size)
+                    of_tokens = slice(start - skipped, stop - skipped)
+                    for layer, both in layers:
+                        for i, view in enumerate(both):
+                            rows = payloads[:, :, layer, i].swapaxes(1, 2)
+                            rows = rows.reshape(-1, num_heads, self._head_dim)[inside]
+                            view[ids[of_tokens], offsets[of_tokens]] = rows.reshape(len(rows), *view.shape[2:])
 
     @contextmanager
-    def _on_host(
-        self, slots: npt.NDArray[np.int64], *, writes: bool
-    ) -> Iterator[tuple[list[tuple[Any, Any]], npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """K and V of each layer as NumPy sees them, and the block and offset of each slot in them.
+    def _on_host(self, group: int, slots: npt.NDArray[np.int64], *, writes: bool) -> Iterator[_OnHost]:
+        """What NumPy sees of a group's blocks.
 
         The blocks of a cache on a device are copied to the host first, and back if the caller `writes`.
         """
         ids, offsets = np.divmod(slots, self.cache.block_size)
-        k_caches, v_caches = (
-            [caches[i] for i in self._layers] for caches in (self.cache.k_caches, self.cache.v_caches)
-        )
+        layers = [layer for layer in self._layers if self.cache.layer_groups.group_of[layer] == group]
+        k_caches, v_caches = ([caches[i] for i in layers] for caches in (self.cache.k_caches, self.cache.v_caches))
         if not self._on_device:
-            yield self._as_layers(map(host_view, k_caches), map(host_view, v_caches)), ids, offsets
+            yield self._as_layers(layers, map(host_view, k_caches), map(host_view, v_caches)), ids, offsets
             return
         blocks, ids = np.unique(ids, return_inverse=True)
         here = [np.empty((len(blocks), *x.shape[1:]), self.wire.dtype) for x in (*k_caches, *v_caches)]
         there, pairs = [*k_caches, *v_caches], np.stack([blocks, np.arange(len(blocks))], axis=1)
         swap_blocks(there, here, pairs)
-        yield self._as_layers(here[: len(k_caches)], here[len(k_caches) :]), ids, offsets
+        yield self._as_layers(layers, here[: len(k_caches)], here[len(k_caches) :]), ids, offsets
         if writes:
             swap_blocks(here, there, pairs[:, ::-1].copy())
 
-    def _as_layers(self, k_caches: Iterable[Any], v_caches: Iterable[Any]) -> list[tuple[Any, Any]]:
+    def _as_layers(self, layers: Iterable[int], k_caches: Iterable[Any], v_caches: Iterable[Any]) -> _Layers:
         return [
-            (as_tokens(bits(k), self._layout, is_key=True), as_tokens(bits(v), self._layout, is_key=False))
-            for k, v in zip(k_caches, v_caches, strict=True)
+            (
+                self._layers.index(layer),
+                (as_tokens(bits(k), self._layout, is_key=True), as_tokens(bits(v), self._layout, is_key=False)),
+            )
+            for layer, k, v in zip(layers, k_caches, v_caches, strict=True)
         ]
 
     def _scales_of_heads(self) -> list[bytes]:

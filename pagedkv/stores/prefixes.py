@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ..memory.prefix.prompt import Added, ids_of
 from .blocks import CacheBlocks
 from .patient import PatientStore
 from .store import BlockStore, require_room
+from .window_blocks import Came, WindowBlocks
 from .wire import BLOCK_TOKENS
 
 _AT_ONCE = 2**24  # bytes that are asked for at a time, so that the next ones come while these are written
@@ -36,7 +37,8 @@ class StoredPrefixes:
     Parameters
     ----------
     cache : PagedKVCache
-        With a prefix cache; its layers have no windows.
+        With a prefix cache, and layers without a window. Of layers with windows, a store gets the blocks that the cache
+        still finds, and gives back what the next query sees.
     store : BlockStore
         With room for a wire block of each KV head: a `HostStore` or `FileStore` needs `block_bytes` of one wire block,
         and a capacity of as many as the cache has KV heads.
@@ -56,7 +58,8 @@ class StoredPrefixes:
     Attributes
     ----------
     num_loaded, num_stored, num_dropped : int
-        Tokens that came from the store, that were given to it, and that did not fit into `max_pending_bytes`.
+        Tokens that came from the store, that were given to it, and that did not fit into `max_pending_bytes`, in layers
+        without a window.
 
     Raises
     ------
@@ -101,10 +104,14 @@ class StoredPrefixes:
         if (chains := cache._rows.chains) is None:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
         self.cache, self.chains = cache, chains
-        self.blocks = CacheBlocks(cache, model, first_head=first_head, block_tokens=block_tokens)
+        options = {"first_head": first_head, "block_tokens": block_tokens}
+        self.blocks, *self.windows = CacheBlocks.of_each_window(cache, model, **options)
+        # Tokens appended at a time, so that windows give blocks back in between.
+        self.chunk = self.blocks.wire.block_tokens if self.windows else None
         self.patient = PatientStore(store, timeout, max_pending_bytes)
-        require_room(store, self.blocks.wire.block_bytes, self.blocks.num_heads)
-        if max_pending_bytes < (needed := self.blocks.bytes_of_all_heads):
+        sizes = [blocks.wire.block_bytes for blocks in (self.blocks, *self.windows)]
+        require_room(store, max(sizes), len(sizes) * self.blocks.num_heads)
+        if max_pending_bytes < (needed := self.blocks.num_heads * sum(sizes)):
             raise ValueError(
                 f"max_pending_bytes must be at least {needed}, what {block_tokens} tokens take in this cache, got "
                 f"{max_pending_bytes}, which lets no block wait for the store"
@@ -140,50 +147,69 @@ class StoredPrefixes:
             As in `add`.
         """
         ids, num_here, size = ids_of(tokens), self.cache.find(tokens, salt), self.cache.block_size
-        full = ids[: len(ids) // self.blocks.wire.block_tokens * self.blocks.wire.block_tokens]
-        if len(full) // size * size > num_here and self.cache.can_add(full, salt):
-            added = self.bring(full, salt, num_here)
+        full = ids[: len(ids) - len(ids) % self.blocks.wire.block_tokens]
+        if len(full) // size * size > num_here and self.cache.can_add(full, salt, chunk=self.chunk):
+            added = self.bring(full, salt)
             if added is not None:
                 self.cache.free(added.seq)
                 return self.cache.find(tokens, salt)
         return num_here
 
-    def bring(self, ids: npt.NDArray[np.int32], salt: str | bytes | None, num_here: int) -> Added | None:
+    def bring(self, ids: npt.NDArray[np.int32], salt: str | bytes | None, starts: Sequence[int] = ()) -> Added | None:
         """Start a sequence with all that the cache and the store have of a text, if the store has anything to add.
 
         Parameters
         ----------
         ids : (num_tokens,) int32
         salt : str, bytes or None
-        num_here : int
-            How many of the tokens the cache finds.
+        starts : sequence of int
+            As in `WindowBlocks`.
 
         Returns
         -------
         Added or None
             The sequence, and its length; None if the store has nothing.
         """
-        size, added = self.blocks.wire.block_tokens, None
-        digests = self.blocks.wire.digests(ids, root_digest(salt))
-        try:
-            for first, opened in self._come(digests, num_here // size):
-                if added is None:
-                    added = self.cache.add_found(ids, salt, preempted=True)
-                seq, length = added
-                stop = min(len(ids), (first + len(opened) // self.blocks.num_heads) * size)
-                if stop <= length:
-                    continue
-                slots = to_host(self.cache.append([seq], stop - length, tokens=ids[length:stop]))
-                self.blocks.write(slots, length - first * size, opened)
-                added = Added(seq, stop)
-                self.num_loaded += stop - length
-            if added is not None:
-                self.cache.commit(added.seq)
-        except BaseException:
-            if added is not None:
+        root, deadline, size = root_digest(salt), self.patient.deadline(), self.blocks.wire.block_tokens
+        digests, windows = self.blocks.wire.digests(ids, root), WindowBlocks(self.windows, ids, root, starts)
+        came: Came = {}
+        while True:
+            num_here = self.cache.find(ids, salt)
+            coming = self._come(digests[: -(-len(ids) // size)], num_here // size, deadline)
+            if (begin := next(coming, None)) is None:
+                return None
+            added = self.cache.add_found(ids, salt, chunk=self.chunk, preempted=True)
+            try:
+                for first, opened in chain([begin], coming):
+                    added = self._extend(added, ids, first, opened)
+                num_tokens = windows.longest(added.num_cached, num_here, partial(self._fetch, came, deadline))
+                if num_tokens == added.num_cached:
+                    self.cache.append(added.seq, 0)  # windows pass what does not come
+                    windows.write(added.seq, num_tokens, num_here, came)
+                    self.cache.commit(added.seq)
+                    self.num_loaded += num_tokens - num_here
+                    return added
+            except BaseException:
                 self.cache.free(added.seq)
-            raise
-        return added
+                raise
+            self.cache.free(added.seq)
+            if num_tokens <= num_here:
+                return None
+            ids = ids[:num_tokens]
+
+    def _extend(
+        self, added: Added, ids: npt.NDArray[np.int32], first: int, opened: Sequence[npt.NDArray[np.uint8]]
+    ) -> Added:
+        """Append to a sequence what has come of a text, from the wire block `first` on."""
+        (seq, length), size = added, self.blocks.wire.block_tokens
+        stop = min(len(ids), (first + len(opened) // self.blocks.num_heads) * size)
+        if stop <= length:
+            return added
+        at_once = self.chunk or stop - length
+        parts = [ids[i : min(i + at_once, stop)] for i in range(length, stop, at_once)]
+        slots = [to_host(self.cache.append([seq], len(part), tokens=part)) for part in parts]
+        self.blocks.write(np.concatenate(slots, axis=-1), length - first * size, opened)
+        return Added(seq, stop)
 
     def store(self, tokens: Any, salt: str | bytes | None = None) -> int:
         """Copy what the cache finds of a text, in full wire blocks, for the store to take in the background.
@@ -198,26 +224,50 @@ class StoredPrefixes:
         int
             How many of the first tokens the store has or has been given.
         """
-        ids, cache, size = ids_of(tokens), self.cache, self.blocks.wire.block_tokens
-        root = root_digest(salt)
-        found = self.chains.cache.find(ids, root)
-        digests = self.blocks.wire.digests(ids[: len(found) * cache.block_size // size * size], root)
-        slots = (found[:, None] * cache.block_size + np.arange(cache.block_size)).reshape(-1)
-        return self.give(slots, digests) * size
+        cache, root, size = self.cache, root_digest(salt), self.blocks.wire.block_tokens
+        ids, offsets = ids_of(tokens), np.arange(cache.block_size)
+        columns = self.chains.cache.columns(self.chains.cache.find(ids, root))
+        num_blocks = columns.shape[1] * cache.block_size // size
+        ids = ids[: num_blocks * size]
+        slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)[:, : len(ids)]
+        windows, has = WindowBlocks(self.windows, ids, root), set[bytes]()
+        given = self.give(self.blocks, slots, dict(enumerate(self.blocks.wire.digests(ids, root))))
+        for blocks, digests in zip(self.windows, windows.digests, strict=True):
+            incomplete = blocks.missing(slots).reshape(num_blocks, size).any(axis=1)
+            there = self.give(blocks, slots, {i: digests[i] for i in np.flatnonzero(~incomplete).tolist()})
+            has |= {digests[i] for i in there}
+        num_given = min({*range(num_blocks + 1)} - given)
+        return windows.longest(num_given * size, 0, lambda blocks, digests: [digest in has for digest in digests])
 
-    def give(self, slots: npt.NDArray[np.int64], digests: Sequence[bytes]) -> int:
-        """Copy tokens of wire blocks that the store does not have; returns how many of the blocks it then has."""
-        room, size = self.patient.room // self.blocks.bytes_of_all_heads, self.blocks.wire.block_tokens
-        missing = [i for i, digest in enumerate(digests) if digest not in self._known]
+    def give(self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: Mapping[int, bytes]) -> set[int]:
+        """Copy tokens of wire blocks that the store does not have.
+
+        Parameters
+        ----------
+        blocks : CacheBlocks
+            `blocks`, or one of `windows`.
+        slots : array
+            As in `CacheBlocks.read`, of a text from its first token on.
+        digests : mapping of int to bytes
+            The digests of those of its wire blocks that the store is to have, by their number.
+
+        Returns
+        -------
+        set of int
+            Which of them it then has, or has been given.
+        """
+        room, size = self.patient.room // blocks.bytes_of_all_heads, blocks.wire.block_tokens
+        missing = [i for i, digest in digests.items() if digest not in self._known]
         given = missing[: max(0, room)]
-        for some in _runs(given, max(1, _AT_ONCE // self.blocks.bytes_of_all_heads)):
-            new = digests[some.start : some.stop]
-            names, blocks = self.blocks.read(slots[some.start * size : some.stop * size], new)
+        for some in _runs(given, max(1, _AT_ONCE // blocks.bytes_of_all_heads)):
+            new = [digests[i] for i in some]
+            names, content = blocks.read(slots[..., some.start * size : some.stop * size], new)
             self._know(new)
-            self.patient.put([name.key for name in names], blocks, partial(self._forget, new))
-        self.num_stored += len(given) * size
-        self.num_dropped += (len(missing) - len(given)) * size
-        return missing[len(given)] if len(given) < len(missing) else len(digests)
+            self.patient.put([name.key for name in names], content, partial(self._forget, new))
+        if blocks is self.blocks:
+            self.num_stored += len(given) * size
+            self.num_dropped += (len(missing) - len(given)) * size
+        return {*digests} - {*missing[len(given) :]}
 
     def flush(self) -> bool:
         """Wait until the store has taken all blocks; whether it did before the time-out."""
@@ -228,9 +278,10 @@ class StoredPrefixes:
         self.flush()
         self.patient.close()
 
-    def _come(self, digests: Sequence[bytes], first: int) -> Iterator[tuple[int, list[npt.NDArray[np.uint8]]]]:
+    def _come(
+        self, digests: Sequence[bytes], first: int, deadline: float
+    ) -> Iterator[tuple[int, list[npt.NDArray[np.uint8]]]]:
         """Ask the store for wire blocks from one on; yields what has come, and which block is the first of it."""
-        deadline = self.patient.deadline()
         at_once = max(1, _AT_ONCE // self.blocks.bytes_of_all_heads)
         starts = range(first, len(digests), at_once)
         names = [[name for digest in digests[i : i + at_once] for name in self.blocks.names(digest)] for i in starts]
@@ -248,6 +299,21 @@ class StoredPrefixes:
             if len(opened) < len(some):
                 self._forget(digests[whole : i + at_once])
                 return
+
+    def _fetch(self, came: Came, deadline: float, blocks: CacheBlocks, digests: Sequence[bytes]) -> list[bool]:
+        """Get wire blocks that are not in `came` yet; whether each of `digests` is then there, all KV heads of it."""
+        missing = [digest for digest in digests if digest not in came]
+        at_once, num_heads = max(1, _AT_ONCE // blocks.bytes_of_all_heads), blocks.num_heads
+        for i in range(0, len(missing), at_once):
+            some = missing[i : i + at_once]
+            names = [name for digest in some for name in blocks.names(digest)]
+            found = self.patient.wait(self.patient.ask([name.key for name in names]), deadline)
+            for j, digest in enumerate(some):
+                of_heads = slice(j * num_heads, (j + 1) * num_heads)
+                opened = blocks.open(found[of_heads], names[of_heads])
+                came[digest] = opened or None
+                (self._know if opened else self._forget)([digest])
+        return [came[digest] is not None for digest in digests]
 
     def _know(self, digests: Sequence[bytes]) -> None:
         self._known |= dict.fromkeys(digests)

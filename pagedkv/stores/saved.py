@@ -10,11 +10,12 @@ import numpy.typing as npt
 
 from ..arrays import to_host
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128, root_digest
+from .blocks import CacheBlocks
 from .prefixes import StoredPrefixes
 from .store import Buffer
 
 _MAGIC = b"pagedkv text\n\0\0\0"
-_HEADER = Struct("<16s16s16sII")  # magic, key, digest of the text, its tokens, the first of them in this part
+_HEADER = Struct("<16s16s16sII")  # magic, key, digest of the text, its numbers, the first of them in this part
 
 
 class Restored(NamedTuple):
@@ -39,7 +40,9 @@ class SavedSequences:
     """Saves sequences under names, and restores them, in this process or another.
 
     The K and V are in the wire blocks that `StoredPrefixes` shares, the last tokens in one of their own; a name leads
-    to the token ids alone. So what several saved sequences have in common is stored once.
+    to the token ids alone. So what several saved sequences have in common is stored once. Of layers with windows, what
+    the sequence still holds is saved; a cache of longer blocks, or of a larger `keep`, needs more than that, and has to
+    compute all tokens.
 
     Parameters
     ----------
@@ -99,15 +102,15 @@ class SavedSequences:
                 f"seq must have tokens whose ids are all known, got {seq} with {num_tokens} tokens, {num_known} of "
                 "them known: pass their ids to add and append"
             )
-        slots = np.asarray(to_host(cache.slots(seq, 0, num_tokens)))
-        tokens, root = chains.cache.tokens[slots], chains._roots[row].tobytes()
-        digests, given = prefixes.blocks.wire.digests(tokens, root), 0
-        while given < len(digests):
-            before, given = given, prefixes.give(slots, digests)
-            if not prefixes.flush() or given == before:
+        slots = np.atleast_2d(to_host(cache.slots(seq, 0, num_tokens)))
+        tokens, root = chains.cache.tokens[slots[cache.layer_groups.leader]], chains._roots[row].tobytes()
+        starts = [int(np.count_nonzero(window.missing(slots))) for window in prefixes.windows]
+        for blocks, start in zip((prefixes.blocks, *prefixes.windows), (0, *starts), strict=True):
+            if not self._give(blocks, slots, blocks.wire.digests(tokens, root), start):
                 return False
-        keys = [self._key(name, root, first) for first in self._firsts(num_tokens)]
-        parts = [self._part(key, tokens, first) for key, first in zip(keys, self._firsts(num_tokens), strict=True)]
+        numbers = np.concatenate([np.array(starts, np.int32), tokens])
+        keys = [self._key(name, root, first) for first in self._firsts(len(numbers))]
+        parts = [self._part(key, numbers, first) for key, first in zip(keys, self._firsts(len(numbers)), strict=True)]
         prefixes.patient.remove(keys)
         return prefixes.patient.put_now(keys, parts)
 
@@ -129,12 +132,13 @@ class SavedSequences:
         """
         _require_name(name)
         prefixes = self._prefixes
-        tokens = self._tokens(name, root_digest(salt))
-        if tokens is None:
+        numbers = self._numbers(name, root_digest(salt))
+        if numbers is None:
             raise KeyError(f"no sequence is saved as {name!r} with this salt")
-        added = prefixes.bring(tokens, salt, prefixes.cache.find(tokens, salt))
+        starts, tokens = np.split(numbers, [len(prefixes.windows)])
+        added = prefixes.bring(tokens, salt, starts.tolist())
         if added is None:
-            added = prefixes.cache.add_found(tokens, salt, preempted=True)
+            added = prefixes.cache.add_found(tokens, salt, chunk=prefixes.chunk, preempted=True)
         return Restored(*added, tokens)
 
     def delete(self, name: str, salt: str | bytes | None = None) -> None:
@@ -142,38 +146,52 @@ class SavedSequences:
         _require_name(name)
         self._prefixes.patient.remove([self._key(name, root_digest(salt), 0)])
 
-    def _tokens(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
-        """The ids of a saved text, if all parts of it are there."""
-        patient, num_tokens, first = self._prefixes.patient, 1, 0
+    def _give(self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: list[bytes], start: int) -> bool:
+        """Store a text from the token `start` on; whether the store has taken all of it in time."""
+        prefixes, size = self._prefixes, blocks.wire.block_tokens
+        wanted = dict(enumerate(digests[start // size :], start // size)) if start < slots.shape[1] else {}
+        if wanted:
+            wanted[start // size] = blocks.wire.without_first(digests[start // size], start % size)
+        given: set[int] = set()
+        while len(given) < len(wanted):
+            before, given = given, prefixes.give(blocks, slots, wanted)
+            if not prefixes.flush() or given == before:
+                return False
+        return True
+
+    def _numbers(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
+        """What a name leads to, if all parts of it are there: the first token saved for each window, then all ids."""
+        patient, num_numbers, first = self._prefixes.patient, 1, 0
         parts: list[tuple[bytes, npt.NDArray[np.int32]]] = []
         deadline = patient.deadline()
-        while first < num_tokens:
-            keys = [self._key(name, root, i) for i in self._firsts(num_tokens)[len(parts) :]]
+        while first < num_numbers:
+            keys = [self._key(name, root, i) for i in self._firsts(num_numbers)[len(parts) :]]
             found = patient.wait(patient.ask(keys), deadline)
             for key, part in zip(keys, found, strict=False):
                 if (opened := _opened(part, key)) is None or opened[1] != first:
                     return None
-                num_tokens, _, text, ids = opened
-                parts.append((text, ids))
-                first += len(ids)
+                num_numbers, _, text, some = opened
+                parts.append((text, some))
+                first += len(some)
             if len(found) < len(keys):
                 return None
-        tokens = np.concatenate([ids for _, ids in parts])
-        text = blake2b_128(tokens.tobytes())
-        return tokens if all(of_part == text for of_part, _ in parts) and len(tokens) == num_tokens else None
+        numbers = np.concatenate([some for _, some in parts])
+        text = blake2b_128(numbers.tobytes())
+        return numbers if all(of_part == text for of_part, _ in parts) and len(numbers) == num_numbers else None
 
-    def _firsts(self, num_tokens: int) -> range:
-        """The first token of each part of a text, whose ids may be too many for one block."""
+    def _firsts(self, num_numbers: int) -> range:
+        """The first number of each part of a text, which may have too many ids for one block."""
         room = self._prefixes.blocks.wire.block_bytes - _HEADER.size - NUM_BYTES
-        return range(0, num_tokens, room // 4)
+        return range(0, num_numbers, room // 4)
 
     def _key(self, name: str, root: bytes, first: int) -> bytes:
-        wire = self._prefixes.blocks.wire
-        return blake2b_128(b"saved" + wire.root(root) + first.to_bytes(8, "little") + name.encode())
+        blocks = self._prefixes.blocks, *self._prefixes.windows
+        roots = b"".join(of_window.wire.root(root) for of_window in blocks)
+        return blake2b_128(b"saved" + roots + first.to_bytes(8, "little") + name.encode())
 
-    def _part(self, key: bytes, tokens: npt.NDArray[np.int32], first: int) -> bytes:
-        ids = tokens[first : first + self._firsts(1).step].astype("<i4", copy=False).tobytes()
-        content = _HEADER.pack(_MAGIC, key, blake2b_128(tokens.tobytes()), len(tokens), first) + ids
+    def _part(self, key: bytes, numbers: npt.NDArray[np.int32], first: int) -> bytes:
+        some = numbers[first : first + self._firsts(1).step].astype("<i4", copy=False).tobytes()
+        content = _HEADER.pack(_MAGIC, key, blake2b_128(numbers.tobytes()), len(numbers), first) + some
         return content + blake2b_128(content)
 
 
@@ -183,7 +201,7 @@ def _require_name(name: object) -> None:
 
 
 def _opened(part: Buffer | None, key: bytes) -> tuple[int, int, bytes, npt.NDArray[np.int32]] | None:
-    """The tokens of the text, the first one of a part, the digest of the text, and the ids; None for anything else."""
+    """How many numbers a text has, the first one of a part, the digest of the text, and the part's; else None."""
     if not isinstance(part, (bytes, bytearray, memoryview)):
         return None
     content, checksum = bytes(part[:-NUM_BYTES]), bytes(part[-NUM_BYTES:])

@@ -4,6 +4,10 @@ A wire block holds the K and V of `block_tokens` successive tokens, of all layer
 sequence into wire blocks from its first token on, whatever its own block size, so caches may differ in block size, in
 layout, in array module, and in how many ranks share the KV heads.
 
+Where layers have windows, the layers of each window have wire blocks of their own, as if they were a model: a window
+passes tokens that the other layers still need. The first block of what a sequence holds behind its window may lack
+tokens, which are zeros in it, and is named by how many it lacks.
+
 A block is a header and the payload, in the byte order of x86 and Arm (little-endian). The header has 128 bytes:
 
 * the magic, ``b"pagedkv\\n"``, 8 bytes;
@@ -20,6 +24,8 @@ The **chained digest** of a block names all tokens up to its last one, its salt 
 BLAKE2b-128 of the digest before it and of the block's token ids (int32). The first one follows a root: BLAKE2b-128 of
 the version, the kind, the sizes, the salt's digest and the model's name. The last tokens of a text, if they do not fill
 a block, make a block of their own kind in the same way: its digest is of fewer ids, and zeros follow in its payload.
+Where a block has some of the layers, their numbers (int32) follow the model's name. A block that lacks its first tokens
+goes by the BLAKE2b-128 of its chained digest and of how many it lacks.
 
 The **key** of a block is the BLAKE2b-128 of its chained digest, of the number of its KV head in the model, and of the
 scales of that head in all layers (float64). So a key never names keys of another model, element type, salt or scale,
@@ -74,6 +80,8 @@ class Wire:
         The type of an element, one of `KINDS`.
     block_tokens : int
         Tokens of a wire block.
+    layers : sequence of int
+        The numbers of the layers, if others of the model have wire blocks of their own.
 
     Attributes
     ----------
@@ -86,7 +94,14 @@ class Wire:
     """
 
     def __init__(
-        self, model: str, num_layers: int, head_dim: int, kind: str, *, block_tokens: int = BLOCK_TOKENS
+        self,
+        model: str,
+        num_layers: int,
+        head_dim: int,
+        kind: str,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        layers: Sequence[int] = (),
     ) -> None:
         if not isinstance(model, str) or not model:
             raise TypeError(f"model must be a str that names the model and its weights, got {model!r}")
@@ -96,7 +111,7 @@ class Wire:
         self._payload_bytes = int(np.prod(self.payload_shape)) * self.dtype.itemsize
         self.block_bytes = HEADER_BYTES + self._payload_bytes
         sizes = KINDS.index(kind), num_layers, head_dim, self.block_tokens
-        self._model = blake2b_128(model.encode())
+        self._model = blake2b_128(model.encode() + np.array(layers, "<i4").tobytes())
         self._head_of_header = MAGIC, VERSION, *sizes
         self._sizes_of_root = partial(_ROOT.pack, VERSION, *sizes)
 
@@ -116,6 +131,11 @@ class Wire:
     def root(self, salt: bytes) -> bytes:
         """The digest of the model and of a salt's root digest, which the first block of a text follows."""
         return blake2b_128(self._sizes_of_root(salt) + self._model)
+
+    @staticmethod
+    def without_first(digest: bytes, num_tokens: int) -> bytes:
+        """The digest of a block that lacks its first num_tokens tokens, from its chained digest."""
+        return blake2b_128(digest + num_tokens.to_bytes(4, "little")) if num_tokens else digest
 
     @staticmethod
     def name(digest: bytes, head: int, scales: bytes = b"") -> Name:

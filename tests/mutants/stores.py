@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 WIRE = "tests/stores/test_wire.py::"
 FILE = "tests/stores/test_file.py::"
+WINDOWS = "tests/stores/test_windows.py::"
 PREFIXES = "tests/stores/test_prefixes.py::"
 KEYS_DIFFER = WIRE + "test_keys_differ_with_all_that_k_and_v_depend_on"
 
@@ -67,6 +68,18 @@ MUTANTS = [
         "self._stalled = asked",
         "self._stalled = None",
         PREFIXES + "test_a_store_that_stalls_has_nothing",
+    ),
+    Mutant(
+        "windows: what did not come can be found",
+        "self.cache.append(added.seq, 0)",
+        "self.cache.seq_lens(added.seq)",
+        WINDOWS + "test_another_cache_finds_what_one_has_stored[kept tokens]",
+    ),
+    Mutant(
+        "windows: a block of the cache comes in part",
+        "if start >= saved and start",
+        "if start",
+        WINDOWS + "test_a_cache_that_needs_more_than_was_saved_computes_it[{'block_size': 16}]",
     ),
     Mutant(
         "swap: what was not committed can be found",

@@ -230,12 +230,6 @@ def test_what_the_store_has_lost_is_stored_again():
     assert loaded(make_cache(), store)[0] == FULL
 
 
-@pytest.mark.parametrize("options", [{"windows": 4 * W}, {"windows": [None, None, 4 * W]}])
-def test_windows_are_refused(options):
-    with pytest.raises(ValueError, match="cache must have one group of layers, without a window, got "):
-        prefixes_of(make_cache(**options), make_store())
-
-
 def test_a_cache_without_a_prefix_cache_is_refused():
     with pytest.raises(ValueError, match="cache must have a prefix cache, got one with prefix_cache=False"):
         prefixes_of(make_cache(prefix_cache=False), make_store())

@@ -58,6 +58,18 @@ def test_caches_on_a_device_are_copied_by_blocks(layout):
     np.testing.assert_array_equal(target.k_caches[0][20:], untouched)
 
 
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_block_has_zeros_where_the_cache_lacks_a_token(staged):
+    cache = make_cache()
+    fill(cache)
+    blocks = blocks_of(cache)
+    blocks._on_device = staged
+    _, [first, *_] = blocks.read(np.array([-1, -1, 5, 6]), [bytes(16)])
+    [payload] = blocks.wire.payloads(np.frombuffer(first, np.uint8)[None])
+    has_bits = payload.view(np.uint32).any(axis=(0, 1, 3))
+    assert has_bits.tolist() == [False, False, True, True] + [False] * (W - 4)
+
+
 def test_layers_that_read_another_layers_keys_are_left_out():
     cache = make_cache(same_as={2: 1})
     assert blocks_of(cache).wire.payload_shape[0] == LAYERS - 1

@@ -1,0 +1,368 @@
+"""Layers with windows: a store gives back what the next query sees, and nothing that was not written is ever found."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedkv.arrays import host_view
+from pagedkv.memory.prefix.digests import root_digest
+from pagedkv.stores import HostStore, SavedSequences
+from pagedkv.stores.blocks import CacheBlocks, as_tokens
+
+from .caches import DIM, HEADS, LAYERS, W, fill, make_cache, text
+from .test_prefixes import FaultyStore, damage, make_store, prefixes_of
+
+WINDOWS = [2 * W, None, 2 * W]
+NUM_TOKENS = 10 * W + 3
+FULL = 10 * W
+KV = np.random.default_rng(0).standard_normal((LAYERS, 2, 200, HEADS, DIM), np.float32)
+
+
+def windowed(num_blocks=200, block_size=4, windows=WINDOWS, **options):
+    """A cache whose blocks hold anything but what a test writes."""
+    cache = make_cache(num_blocks, block_size, windows=windows, **options)
+    fill(cache)
+    return cache
+
+
+def kv_of(tokens):
+    """K and V of a text, (num_layers, 2, num_tokens, num_kv_heads, head_dim), each of all tokens up to its own."""
+    return KV[:, :, : len(tokens)] + np.cumsum(tokens)[:, None, None].astype(np.float32) % 2**10
+
+
+def computed(cache, tokens, salt=None, chunk=None):
+    """A sequence of these tokens whose K and V are written, and found by others."""
+    seq, length = cache.add_found(tokens, salt)
+    while length < len(tokens):
+        stop = min(len(tokens), length + (chunk or len(tokens)))
+        slots = cache.append(seq, stop - length, tokens=tokens[length:stop])
+        for layer, kv in enumerate(kv_of(tokens)[:, :, length:stop]):
+            cache.write(layer, *kv, slots)
+        cache.commit(seq)
+        length = stop
+    return seq
+
+
+def assert_written(cache, tokens, slots):
+    """The tokens with slots, (num_groups, num_tokens), have the K and V of the text."""
+    expected = kv_of(tokens)
+    for layer, group in enumerate(cache.layer_groups.group_of):
+        [there] = (slots[group] >= 0).nonzero()
+        ids, offsets = np.divmod(slots[group, there], cache.block_size)
+        for i, caches in enumerate((cache.k_caches, cache.v_caches)):
+            rows = as_tokens(host_view(caches[layer]), cache._options[layer]["layout"], is_key=i == 0)[ids, offsets]
+            np.testing.assert_array_equal(rows.reshape(-1, HEADS, DIM), expected[layer, i, there])
+
+
+def assert_found_is_written(cache, tokens, salt=None):
+    """All blocks that prompts with this beginning can find have its K and V; returns how many of its tokens are."""
+    chains, size = cache._rows.chains, cache.block_size
+    columns = chains.cache.columns(chains.cache.find(np.asarray(tokens, np.int32), root_digest(salt)))
+    slots = np.where(columns[:, :, None] < 0, -1, columns[:, :, None] * size + np.arange(size))
+    assert_written(cache, tokens, slots.reshape(len(columns), -1))
+    cache.check()
+    return cache.find([*tokens, 1], salt)
+
+
+def assert_goes_on(cache, seq, tokens):
+    """A sequence has the K and V of a text, as far as the next query sees them."""
+    slots = np.asarray(cache.slots(seq, 0, len(tokens)))
+    assert_written(cache, tokens, slots)
+    for group, (window, _) in enumerate(cache.groups):
+        assert (slots[group, 0 if window is None else max(0, len(tokens) - window + 1) :] >= 0).all()
+    cache.append(seq, 1, tokens=[7])
+    cache.check()
+
+
+OTHERS = {
+    "blocks of 2": {"block_size": 2},
+    "of a wire block": {"block_size": W},
+    "of three": {"block_size": 3 * W, "num_blocks": 60},
+    "of 5, across wire blocks": {"block_size": 5},
+    "kept tokens": {"keep": 5},
+    "HND": {"layout": "HND"},
+    "vllm": {"layout": "vllm", "block_size": W},
+    "torch": {"array_module": "torch"},
+    "a group for each layer": {"group_size": 1},
+}
+
+
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_another_cache_finds_what_one_has_stored(options):
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed(**options)
+    computed(cache, tokens)
+    with prefixes_of(cache, store) as prefixes:
+        assert prefixes.store(tokens) == FULL
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens) == FULL // other.block_size * other.block_size
+        assert prefixes.num_loaded == FULL
+    assert other.stats().used == 0
+    assert assert_found_is_written(other, tokens) >= FULL // other.block_size * other.block_size
+    assert_goes_on(other, computed(other, tokens), tokens)
+
+
+def test_each_window_comes_as_far_as_the_next_query_sees():
+    tokens, store = text(NUM_TOKENS), make_store()
+    with prefixes_of(cache := windowed(windows=[2 * W, None, 5 * W]), store) as prefixes:
+        computed(cache, tokens)
+        prefixes.store(tokens)
+    asked = []
+    faulty = FaultyStore(store, lambda keys, found: asked.append(len(keys)) or found)
+    with prefixes_of(other := windowed(windows=[2 * W, None, 5 * W]), faulty) as prefixes:
+        assert prefixes.load(tokens) == FULL
+    assert asked == [HEADS * 10, HEADS * 2, HEADS * 5]
+    assert_found_is_written(other, tokens)
+
+
+def test_what_the_pool_has_of_a_window_does_not_come():
+    tokens, store = text(NUM_TOKENS), make_store()
+    with prefixes_of(cache := windowed(), store) as prefixes:
+        computed(cache, tokens)
+        prefixes.store(tokens)
+    other = windowed()
+    other.free(computed(other, tokens[: 9 * W]))
+    asked = []
+    faulty = FaultyStore(store, lambda keys, found: asked.append(len(keys)) or found)
+    with prefixes_of(other, faulty) as prefixes:
+        assert prefixes.load(tokens) == FULL
+    assert asked == [HEADS, HEADS]
+    assert_found_is_written(other, tokens)
+
+
+def test_a_pool_with_room_for_what_windows_leave_is_enough():
+    tokens, store = text(24 * W), make_store()
+    windows = [W, W, W, None]
+    with prefixes_of(cache := windowed(num_layers=4, windows=windows, group_size=1), store) as prefixes:
+        seq, _ = cache.add(tokens)
+        cache.commit(seq)
+        assert prefixes.store(tokens) == 24 * W
+    other = windowed(24 * 2 + 3 * 6, num_layers=4, windows=windows, group_size=1)
+    assert not other.can_add(tokens)
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens) == 24 * W - 1
+    other.check()
+
+
+def test_blocks_that_are_evicted_in_part_are_not_stored():
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed()
+    computed(cache, tokens)
+    evict(cache)
+    with prefixes_of(cache, store) as prefixes:
+        assert prefixes.store(tokens) == FULL
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens[: 9 * W + 1]) == 0
+        assert prefixes.load(tokens) == FULL
+    assert_found_is_written(other, tokens)
+
+
+def lose(cache, store, tokens, lost):
+    """Have the store lose wire blocks of the layers with a window, by their numbers."""
+    _, window = CacheBlocks.of_each_window(cache, "a model", block_tokens=W)
+    digests = window.wire.digests(np.asarray(tokens, np.int32), root_digest(None))
+    store.remove([name.key for i in lost for name in window.names(digests[i])[1:2]])
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_found"),
+    [([9], 9), ([8], 8), ([7], 10), ([8, 5], 8), ([8, 7], 7), ([8, 6, 4], 4), ([8, 6, 4, 2], 2), (range(1, 10, 2), 1)],
+    ids=str,
+)
+def test_a_gap_ends_the_hits_that_see_it(lost, num_found):
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed()
+    computed(cache, tokens)
+    with prefixes_of(cache, store) as prefixes:
+        prefixes.store(tokens)
+    lose(cache, store, tokens, lost)
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens) == num_found * W == prefixes.num_loaded
+    assert assert_found_is_written(other, tokens) == num_found * W
+    assert other.stats().used == 0
+
+
+FAULTS = {
+    "damages a block": lambda keys, found: [*found[:5], damage(found[5]), *found[6:]],
+    "loses all but the first": lambda keys, found: found[:1],
+    "mixes them up": lambda keys, found: found[::-1],
+    "raises": lambda keys, found: found[0] / 0,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_fault_in_the_windows_costs_a_computation_and_no_wrong_token(fault):
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed()
+    computed(cache, tokens)
+    with prefixes_of(cache, store) as prefixes:
+        prefixes.store(tokens)
+    calls = []
+    faulty = FaultyStore(store, lambda keys, found: found if calls.append(1) or len(calls) == 1 else fault(keys, found))
+    with prefixes_of(other, faulty) as prefixes:
+        assert prefixes.load(tokens) < FULL
+    assert len(calls) > 1
+    assert other.num_seqs == 0
+    assert_found_is_written(other, tokens)
+    assert_goes_on(other, computed(other, tokens), tokens)
+
+
+SAVED = {
+    "equal caches": ({}, {}),
+    "shorter blocks": ({}, {"block_size": 2, "layout": "HND"}),
+    "a group for each layer": ({}, {"group_size": 1}),
+    "nothing behind the window": ({"windows": [1, None, 1]}, {"windows": [1, None, 1]}),
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, W, 2 * W + 4, NUM_TOKENS, 9 * W + 4])
+@pytest.mark.parametrize(("options", "others"), SAVED.values(), ids=SAVED)
+def test_a_saved_sequence_comes_back_with_what_it_held(num_tokens, options, others):
+    tokens, store, cache, other = text(num_tokens), make_store(), windowed(**options), windowed(**others)
+    seq = computed(cache, tokens, chunk=3)
+    evict(cache)
+    assert SavedSequences(prefixes_of(cache, store)).save(seq, "a chat")
+    saves = SavedSequences(prefixes_of(other, store))
+    restored, num_cached, ids = saves.restore("a chat")
+    np.testing.assert_array_equal(ids, tokens)
+    assert num_cached == num_tokens
+    assert_found_is_written(other, tokens)
+    assert saves.save(restored, "the same chat")
+    assert_goes_on(other, restored, tokens)
+
+
+def evict(cache):
+    """Evict all blocks that no sequence has."""
+    cache.free(cache.add(cache.num_free // len(cache.groups) * cache.block_size).seq)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 2 * W}, {"keep": 3 * W}], ids=str)
+def test_a_cache_that_needs_more_than_was_saved_computes_it(options):
+    tokens, store, cache, other = text(10 * W + 5), make_store(), windowed(), windowed(**options)
+    seq = computed(cache, tokens, chunk=3)
+    evict(cache)
+    assert SavedSequences(prefixes_of(cache, store)).save(seq, "a chat")
+    restored, num_cached, ids = SavedSequences(prefixes_of(other, store)).restore("a chat")
+    assert (num_cached, len(ids)) == (0, len(tokens))
+    other.append(restored, len(tokens), tokens=tokens)
+    other.check()
+
+
+@pytest.mark.parametrize(
+    "windows", [[None, 2 * W, None], [None, None, None], [2 * W, None, 3 * W], [2 * W, 2 * W, None]]
+)
+def test_other_windows_of_the_same_model_are_told_apart(windows):
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed(windows=windows)
+    assert SavedSequences(prefixes_of(cache, store)).save(computed(cache, tokens), "a chat")
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens) == 0
+        with pytest.raises(KeyError):
+            SavedSequences(prefixes).restore("a chat")
+    assert other.num_seqs == 0
+
+
+def test_groups_without_windows_share_with_one_group():
+    tokens, store = text(NUM_TOKENS), make_store()
+    cache, other = windowed(windows=None, group_size=1), windowed(windows=None)
+    computed(cache, tokens)
+    with prefixes_of(cache, store) as prefixes:
+        assert prefixes.store(tokens) == FULL
+    with prefixes_of(other, store) as prefixes:
+        assert prefixes.load(tokens) == FULL
+    assert assert_found_is_written(windowed(windows=None, group_size=1), tokens) == 0
+
+
+def test_windows_in_all_layers_are_refused():
+    with pytest.raises(
+        ValueError, match=r"cache must have layers without a window, got .*Make the cache without windows"
+    ):
+        prefixes_of(windowed(windows=4 * W), make_store())
+
+
+def staged(cache, store):
+    """Prefixes of a cache whose blocks are copied to the host first, as those of a device."""
+    prefixes = prefixes_of(cache, store)
+    for blocks in (prefixes.blocks, *prefixes.windows):
+        blocks._on_device = True
+    return prefixes
+
+
+def test_a_device_gets_the_blocks_of_its_own_groups():
+    tokens, store = text(NUM_TOKENS), make_store()
+    cache, other = (windowed(group_size=1) for _ in range(2))
+    computed(cache, tokens)
+    with staged(cache, store) as prefixes:
+        prefixes.store(tokens)
+    with staged(other, store) as prefixes:
+        assert prefixes.load(tokens) == FULL
+    assert_goes_on(other, computed(other, tokens), tokens)
+
+
+def test_a_device_saves_sequences_that_hold_nothing_behind_a_window():
+    tokens, store, cache, other = text(2 * W + 4), make_store(), *(windowed(windows=[1, None, 1]) for _ in range(2))
+    seq = computed(cache, tokens)
+    assert cache.slots(seq, len(tokens) - 1, len(tokens)).min() == -1
+    assert SavedSequences(staged(cache, store)).save(seq, "a chat")
+    restored, num_cached, _ = SavedSequences(staged(other, store)).restore("a chat")
+    assert num_cached == len(tokens)
+    assert_goes_on(other, restored, tokens)
+
+
+@st.composite
+def histories(draw):
+    """Two caches, texts with common beginnings, and what happens to them."""
+    window = st.sampled_from([1, 3, 5, W, 2 * W + 1, 3 * W])
+    windows = draw(st.permutations([None, draw(window), draw(st.none() | window)]))
+    options = {"block_size": st.sampled_from([1, 3, 4, W, 2 * W]), "keep": st.sampled_from([0, 0, 3, W])}
+    sizes = [{name: draw(of) for name, of in options.items()} for _ in range(2)]
+    ends = draw(st.lists(st.tuples(st.integers(0, 7 * W), st.integers(1, 4 * W)), min_size=2, max_size=4))
+    texts = [np.concatenate([text(7 * W)[:same], text(new, i + 1)]) for i, (same, new) in enumerate(ends)]
+    what = st.sampled_from(["compute", "compute", "free", "store", "store", "load", "load", "restore", "lose", "evict"])
+    step = st.tuples(what, st.integers(0, 1), st.integers(0, len(texts) - 1), st.integers(1, 2 * W))
+    return windows, sizes, texts, draw(st.lists(step, min_size=4, max_size=20))
+
+
+def run(history):
+    windows, sizes, texts, steps = history
+    store = HostStore(2**21, make_store().block_bytes)
+    caches = [windowed(2**10 // of_cache["block_size"], windows=windows, **of_cache) for of_cache in sizes]
+    prefixes = [prefixes_of(cache, store) for cache in caches]
+    alive = [[], []]
+    for what, i, j, number in steps:
+        cache, tokens, saves = caches[i], texts[j], SavedSequences(prefixes[i])
+        if what == "compute":
+            seq = computed(cache, tokens, chunk=number)
+            saves.save(seq, str(j))
+            assert_goes_on(cache, seq, tokens)
+            cache.free(alive[i])
+            alive[i] = [seq]
+        elif what == "free":
+            cache.free(alive[i])
+            alive[i] = []
+        elif what == "store":
+            prefixes[i].store(tokens)
+        elif what == "load":
+            assert prefixes[i].load(tokens) == cache.find(tokens)
+        elif what == "restore" and store.get([saves._key(str(j), root_digest(None), 0)])[0] is not None:
+            seq, num_cached, ids = saves.restore(str(j))
+            np.testing.assert_array_equal(ids, tokens)
+            assert_goes_on(cache, seq, tokens[:num_cached])
+            cache.free(seq)
+        elif what == "lose":
+            store.remove([*store._slots._used][::number])
+        elif what == "evict":
+            evict(cache)
+        for of_text in texts:
+            assert_found_is_written(cache, of_text)
+    for closed in prefixes:
+        closed.close()
+
+
+@given(histories())
+@settings(max_examples=30)
+def test_nothing_that_was_not_written_is_found(history):
+    run(history)
+
+
+@pytest.mark.long
+@given(histories())
+@settings(max_examples=1_000)
+def test_nothing_that_was_not_written_is_found_more_often(history):
+    run(history)
