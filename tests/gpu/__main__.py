@@ -110,18 +110,18 @@ def second(is_dry: bool) -> list[Step]:
     raced = commands.pytest(
         "tests/gpu/test_families.py", "-k", "split and 64 or wgmma and 128 or few or many", markers=USUAL, workers=0
     )
-    own, dense = ["split NHD"], ["SDPA", "SDPA rows"]
-    compiled = ["Triton", "FlexAttention", "FlashInfer", "FlashAttention 3", "vLLM v2"]
+    own, dense = ["split NHD", "split HND"], ["SDPA", "SDPA rows"]
     return [
         commands.environment(),
         Step("instructions", 70, commands.pytest(*instructions, markers="not late", workers=16)),
         Step("tests", 100, commands.pytest(*others, markers=USUAL, workers=16)),
-        Step("decode", 80, bench("decode", "headline", "one", "kernelbench", subjects=[*own, *dense])),
-        Step("launch", 25, bench("decode", "launch", subjects=own)),
-        Step("prefill", 45, bench("prefill", "prompt", "verify", subjects=["prefill NHD", "SDPA", "FlashAttention 2"])),
         Step("races", 45, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
         Step("late", 20, commands.pytest("tests/emulator/machine/test_warp.py", markers="late", workers=2)),
-        Step("peers", 70, bench("decode", "headline", "one", subjects=[*own, *compiled])),
+        Step("decode", 90, bench("decode", "headline", "one", "kernelbench", "fp8", subjects=[*own, *dense])),
+        Step("launch", 25, bench("decode", "launch", subjects=own[:1])),
+        Step("prefill", 60, bench("prefill", "prompt", "verify", "dims", subjects=["prefill NHD", "SDPA"])),
+        Step("peers", 70, bench("decode", "headline", "one", subjects=[*own[:1], "Triton"])),
+        Step("compiled", 50, bench("decode", "headline", subjects=[*own[:1], "FlexAttention"])),
         Step("same", 400, commands.pytest("tests/kernels/same", markers="not late", workers=16)),
     ]
 
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("run", choices=RUNS)
     parser.add_argument("--dry", action="store_true", help="without a GPU, to see that each step begins")
     parser.add_argument("--seconds", type=float, help="other than those of the run")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, and those that the others need")
     given = parser.parse_args()
     out = Path(os.environ.get("OUT", f"gpu-{date.today()}"))
     out.mkdir(parents=True, exist_ok=True)
@@ -148,7 +149,8 @@ def main() -> None:
             with tarfile.open(kept) as archive:
                 archive.extractall(scratch, filter="data")
         os.environ["PAGEDKV_CACHE_DIR"] = str(folders[KERNELS])
-        failed = Run(out, folders, given.seconds or seconds).take(make(given.dry))
+        chosen = [step for step in make(given.dry) if step.required or not given.only or step.name in given.only]
+        failed = Run(out, folders, given.seconds or seconds).take(chosen)
     sys.exit(f"not ok: {', '.join(failed)}" if failed else 0)
 
 
