@@ -147,7 +147,7 @@ def link(ptx: str, capability: Capability, level: int = 3) -> Linked:
     if warnings := _SERIALISED.findall(log):
         raise BackendUnavailableError(
             f"nvJitLink {version} adds waits to the wgmma of a kernel, which would be slow ({'; '.join(warnings)}): "
-            "take another version of nvidia-nvjitlink, or unset PAGEDKV_WGMMA, and report it"
+            "take another version of nvidia-nvjitlink, and report this one"
         )
     return Linked(capability, cubin, log)
 

@@ -258,9 +258,9 @@ def prefill_attention(
 
     The bits of a row depend only on the keys that it sees, so a prompt gets the same bits as a whole and in any chunks.
     On a device they differ from those of decode_attention. There, in NHD and HND, with 16-bit queries over caches of
-    their dtype or fp8 and up to 256 dims, the keys of sequences with ``query_len * num_heads / num_kv_heads <= 32`` are
-    split over thread blocks: rows that see more than 512 keys may then differ in the last bits from the same rows in a
-    longer chunk. With ``exact=True`` no keys are split.
+    their dtype or fp8 and up to 256 dims, the keys of sequences with ``query_len * num_heads / num_kv_heads <= 32`` and
+    more than 512 tokens are split over thread blocks: rows may then differ in the last bits from the same rows in a
+    longer chunk, or in one that ends earlier. With ``exact=True`` no keys are split.
 
     References
     ----------

@@ -19,6 +19,7 @@ from .kernels import (
     FEW_ROWS_SPLIT,
     FP8,
     HALF,
+    NO_WARPGROUPS,
     ONE_STAGE,
     OPTIONS,
     PREFILLS,
@@ -116,10 +117,16 @@ MORE_PREFILLS = {
     kernel.name: kernel
     for kernel in (
         prefill_kernel("fp8 of 40 dims", **FP8, head_dim=40),
-        prefill_kernel("128 dims", **HALF, head_dim=128, group_size=5),
-        prefill_kernel("128 dims of bfloat16", **BF16, head_dim=128, block_size=3, group_size=8),
+        prefill_kernel("128 dims", capability=NO_WARPGROUPS, **HALF, head_dim=128, group_size=5),
+        prefill_kernel(
+            "128 dims of bfloat16", capability=NO_WARPGROUPS, **BF16, head_dim=128, block_size=3, group_size=8
+        ),
         prefill_kernel("8 dims", **HALF, head_dim=8, group_size=9, block_size=1),
-        prefill_kernel("256 dims with options", **HALF, head_dim=256, group_size=1, alibi=True, block_size=7),
+        prefill_kernel(
+            "256 dims with options",
+            capability=NO_WARPGROUPS,
+            **{**HALF, "head_dim": 256, "group_size": 1, "alibi": True, "block_size": 7},
+        ),
         prefill_kernel("fp8 as float16", **{**FP8, "q_dtype": "float16"}, head_dim=128),
         prefill_kernel("e5m2", **{**FP8, "kv_dtype": "fp8_e5m2", "group_size": 7}, head_dim=256),
         prefill_kernel("many heads", **HALF, group_size=130),
@@ -136,7 +143,7 @@ MORE_PREFILLS = {
 FEW_ROW_KERNELS = (
     FEW_ROWS,
     *(
-        replace(kernel, name=f"few rows, {kernel.name}", spec=kernel.spec.replace(**FEW))
+        replace(kernel, name=f"few rows, {kernel.name}", spec=kernel.spec.replace(**FEW), capability=(9, 0))
         for kernel in (
             *(OPTIONS, ONE_STAGE),
             replace(MORE_PREFILLS["fp8 of 40 dims"], name="fp8"),
@@ -148,9 +155,8 @@ FEW_ROW_KERNELS = (
 WITH_OPTIONS = {**BF16, "block_size": 3}
 WGMMAS = (
     WGMMA,
-    prefill_kernel("128 dims", "wgmma", **BF16, head_dim=128, group_size=8),
+    prefill_kernel("bfloat16", "wgmma", **BF16, head_dim=128, group_size=8),
     prefill_kernel("256 dims", "wgmma", **HALF, head_dim=256, group_size=1, block_size=7),
-    prefill_kernel("options", "wgmma", **WITH_OPTIONS, group_size=3, softcap=3.0),
     prefill_kernel("128 dims with options", "wgmma", **WITH_OPTIONS, head_dim=128, group_size=130, softcap=3.0),
     prefill_kernel("256 dims with options", "wgmma", **WITH_OPTIONS, head_dim=256, group_size=3, alibi=True),
 )

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import pagedkv
@@ -48,6 +48,8 @@ CELLS = {
         Cell(4, 4096, 256, "bfloat16"),
     ],
 }
+# Prefill, and backends of torch.
+SUBJECTS = {"prefill": None, "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 DRY = [Cell(2, 64, 64, "float16")]
 
 
@@ -118,16 +120,15 @@ class Speeds:
                 )
 
     def prefill(self, cells: Sequence[Cell]) -> None:
-        """Products a second; wgmma last, since least is known of it."""
-        for subject in ("mma", "SDPA", "wgmma"):
-            os.environ["PAGEDKV_WGMMA"] = "1" if subject == "wgmma" else ""
+        """Products a second."""
+        for subject, backend in SUBJECTS.items():
             for cell in cells:
                 pairs = cell.num_seqs * cell.length * (cell.length + 1) / 2
-                if subject == "SDPA":
+                if backend:
                     dense = [
                         self.normal(cell.num_seqs, HEADS, cell.length, cell.head_dim, like=cell.kind) for _ in "qkv"
                     ]
-                    call = partial(scaled_dot_product_attention, *dense, is_causal=True)
+                    call = sdpa_kernel(backend)(partial(scaled_dot_product_attention, *dense, is_causal=True))
                 else:
                     q = self.normal(cell.num_seqs * cell.length, HEADS, cell.head_dim, like=cell.kind)
                     starts = torch.arange(cell.num_seqs + 1, dtype=torch.int32, device=self.device) * cell.length

@@ -1,11 +1,11 @@
 """Calls that use every CUDA kernel, and the least that each has to move.
 
-They go through public operations, so that kernels are compiled as they are for users.
+They go through public operations, so that kernels are compiled as they are for users; those of prefill for 9.0 by the
+kernel that a variant names.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from pagedkv.cuda.plans.plan import WGMMA as PAGEDKV_WGMMA
+from pagedkv.cuda.plans import prefill
 from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
@@ -186,23 +186,15 @@ def _prefill(variant: Variant) -> Work:
     rows = PREFILL_SHAPES[variant.kernel](config).rows
     seen = min(seq_len, options.get("window", seq_len) + num_tokens - 1)
     visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * -(-num_tokens * variant.group_size // rows)
-    call = partial(
-        attention.prefill_attention,
-        *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32), np.array([0, num_tokens], np.int32)),
-        **{"kv_dtype": fp8, "backend": "emulator", **options},
-    )
-    return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
-
-
-def _prefill_wgmma(variant: Variant) -> Work:
-    """As `_prefill`, where the environment asks for warpgroups."""
-    work = _prefill(variant)
 
     def call() -> Any:
-        with patch.dict(os.environ, {PAGEDKV_WGMMA: "1"}):
-            return work.call()
+        with patch.object(prefill, "uses_wgmma", lambda config, capability: variant.kernel == WGMMA):
+            return attention.prefill_attention(
+                *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32), np.array([0, num_tokens], np.int32)),
+                **{"kv_dtype": fp8, "backend": "emulator", **options},
+            )
 
-    return work._replace(call=call)
+    return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
 
 
 def _split_tokens(variant: Variant) -> int:
@@ -279,7 +271,7 @@ WORK: dict[str, Callable[[Variant], Work]] = {
     **{
         "split": _split,
         "prefill": _prefill,
-        WGMMA: _prefill_wgmma,
+        WGMMA: _prefill,
         "prefill_split": _prefill,
         "v1": _attention,
         "v2": _attention,

@@ -67,6 +67,6 @@ MUTANTS = [
         "wgmma: copies are not fenced before the products",
         "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",
         "        wait_all()\n        cuda.syncthreads()\n",
-        "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-wgmma-64 dims]",
+        "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-wgmma-128 dims]",
     ),
 ]

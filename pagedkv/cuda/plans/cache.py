@@ -22,16 +22,15 @@ from ...buckets import bucket
 from ...calls import AttentionArguments, AttentionCall
 from ...layouts import FLOAT32
 from .. import driver
-from .plan import WGMMA, Plan, arrays_of
+from .plan import Plan, arrays_of
 
 MOST_PLANS = 1024
-# The arguments that may be arrays, `out` the last of them; a plan depends on all others, and on environment variables.
+# The arguments that may be arrays, `out` the last of them; a plan depends on all others, and on PAGEDKV_CHECK.
 _ARRAYS = (
     *("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts"),
     *("alibi_slopes", "sinks", "leftpad", "mask", "k_scale", "v_scale", "out"),
 )
 _OPTIONS = tuple(name for name in AttentionArguments._fields if name not in (*_ARRAYS, "max_seq_len"))
-_SETTINGS = ("PAGEDKV_CHECK", WGMMA)
 _arrays_of, _options_of = attrgetter(*_ARRAYS), attrgetter(*_OPTIONS)
 # Reading an argument raises these if it is invalid, is not on a device, or has an unknown form.
 _UNREADABLE = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -156,14 +155,14 @@ def _read(arguments: AttentionArguments) -> tuple[tuple[int, ...], Hashable]:
             raise TypeError
         max_seq_len = bucket(int(max_seq_len))
     # 1, 1.0 and True are equal, but not all are valid.
-    key = (*[key for _, key in facts], *options, *map(type, options), max_seq_len, *map(_setting, _SETTINGS))
+    key = (*[key for _, key in facts], *options, *map(type, options), max_seq_len, _check_setting())
     return tuple([address for address, _ in facts]), key
 
 
-def _setting(name: str) -> str | None:
-    """``os.environ.get(name)``, in half the time if the variable is not set."""
+def _check_setting() -> str | None:
+    """``os.environ.get("PAGEDKV_CHECK")``, in half the time if the variable is not set."""
     try:
-        return os.environ[name]
+        return os.environ["PAGEDKV_CHECK"]
     except KeyError:
         return None
 

@@ -21,7 +21,6 @@ Workspaces = tuple[tuple[str, int], ...]
 
 NO_WINDOW = LONGEST = 2**31 - 1  # lengths are int32
 FLOAT_BYTES = 4
-WGMMA = "PAGEDKV_WGMMA"  # "1": prefill on 9.0 takes the kernel on warpgroups
 
 
 def compile_for(device: Device, make: Callable[[Any], KernelSource], config: Any) -> CompiledKernel:

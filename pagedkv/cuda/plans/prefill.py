@@ -18,7 +18,6 @@ from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
-from ...environment import is_on
 from ...kernels.device.sizes import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
 from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
@@ -40,7 +39,6 @@ from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
     NO_WINDOW,
-    WGMMA,
     Launch,
     Plan,
     Workspaces,
@@ -161,11 +159,9 @@ def _kernels(call: AttentionCall, out: Array, capability: Capability) -> list[_K
 def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
     config = tensor_config(call, capability=capability)
     strides = (*_strides(call, out), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
-    few_rows, on_warpgroups = (
-        FEW_ROWS if splits_keys(call, config) else 0,
-        uses_wgmma(config, capability=capability),
-    )
-    # Warpgroups give other bits to few keys, and bits must not depend on the rest of the batch.
+    few_rows, on_warpgroups = FEW_ROWS if splits_keys(call, config) else 0, uses_wgmma(config, capability)
+    # Warpgroups give other bits to few keys, and bits must not depend on the rest of the batch: so a call of few rows
+    # alone costs one launch more there, whose thread blocks find nothing to do if all sequences are long.
     all_are_few = call.q.shape[0] * config.group_size <= FEW_ROWS and not on_warpgroups
     kernels = []
     if not (few_rows and all_are_few):
@@ -257,9 +253,9 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
     )
 
 
-def uses_wgmma(config: TensorConfig, *, capability: Capability) -> bool:
-    """Whether the kernel on warpgroups takes a config: on 9.0, if the environment asks for it."""
-    return capability == (9, 0) and is_on(WGMMA) and takes(config)
+def uses_wgmma(config: TensorConfig, capability: Capability) -> bool:
+    """Whether the kernel on warpgroups takes a config: on 9.0 alone, which has its instructions."""
+    return capability == (9, 0) and takes(config)
 
 
 def group_size_of(call: AttentionCall) -> int:

@@ -9,9 +9,7 @@ import torch
 import pagedkv
 from pagedkv import backends
 from pagedkv.arrays import identify, interface
-from pagedkv.compiler.compile import CompiledKernel
 from pagedkv.cuda.plans import cache
-from pagedkv.cuda.plans import prefill as prefill_plans
 from pagedkv.operations import attention as operations
 
 from ...support.device_fakes import InterfaceArray, address_of, fake_cupy
@@ -178,20 +176,6 @@ def test_the_environment_is_asked_for_checks(monkeypatch, devices, validations):
         decode()
         assert launches(devices)[-2:][0][0].name.startswith("check_batch") == checked
     assert len(validations) == 3
-
-
-def test_the_kernel_on_warpgroups_is_asked_for_by_the_environment(monkeypatch, devices, validations):
-    def compiled(device, make, config):
-        return CompiledKernel(make.__name__, "", "", 128, (9, 0))
-
-    monkeypatch.setattr(prefill_plans, "compile_for", compiled)
-    given = host_arguments() | {name: np.zeros((N, P, HKV, D), np.float16) for name in ("k_cache", "v_cache")}
-    given |= {"query_starts": np.arange(B + 1, dtype=np.int32)}
-    for value, name in (("1", "make_prefill_wgmma"), ("0", "make_prefill"), ("1", "make_prefill_wgmma")):
-        monkeypatch.setenv("PAGEDKV_WGMMA", value)
-        pagedkv.prefill_attention(**{name: InterfaceArray(x) for name, x in given.items()})
-        assert launches(devices)[-1][0].name == name
-    assert len(validations) == 2
 
 
 Q = np.zeros((B, HQ, D), np.float16)

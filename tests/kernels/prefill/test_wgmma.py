@@ -12,38 +12,30 @@ from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
 
 from ...attention.drawn import WGMMAS
-from ...attention.kernels import PREFILL_FP8, WGMMA, assert_same_bits, each_emulated, each_kernel
+from ...attention.kernels import PREFILL, WGMMA, assert_same_bits, each_emulated, each_kernel
 from ...machine_code.sass import code_of, moves_between, products_of
 from ...support.devices import emulator
 from ...support.problems import assert_close
 from ...support.strategies import long, own_parity
 
 
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv("PAGEDKV_WGMMA", "1")
-
-
 @each_emulated(*WGMMAS)
-def test_the_kernel_is_chosen_by_device_and_config_alone(kernel, monkeypatch):
+def test_the_kernel_is_chosen_by_device_and_config_alone(kernel):
     config = tensor_config(kernel.call(kernel.build()), capability=(9, 0))
-    assert uses_wgmma(config, capability=(9, 0))
+    assert uses_wgmma(config, (9, 0))
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert not uses_wgmma(config, capability=capability)
+        assert not uses_wgmma(config, capability)
     others = [
-        *({"kv_kind": "fp8_e4m3"}, {"head_dim": 72}, {"head_dim": 192}),
+        *({"kv_kind": "fp8_e4m3"}, {"head_dim": 64}, {"head_dim": 192}),
         {"modified": True, "score_mod": own_parity},
     ]
     for fields in others:
-        assert not uses_wgmma(replace(config, **fields), capability=(9, 0))
-    assert uses_wgmma(replace(config, wide=True), capability=(9, 0))
-    for value in ("0", ""):
-        monkeypatch.setenv("PAGEDKV_WGMMA", value)
-        assert not uses_wgmma(config, capability=(9, 0))
+        assert not uses_wgmma(replace(config, **fields), (9, 0))
+    assert uses_wgmma(replace(config, wide=True), (9, 0))
 
 
 def test_what_it_does_not_take_goes_to_the_other_kernel():
-    for kernel, name in ((WGMMA, "prefill_wgmma["), (replace(PREFILL_FP8, kernel="wgmma"), "prefill[")):
+    for kernel, name in ((WGMMA, "prefill_wgmma["), (PREFILL, "prefill[")):
         problem, device = kernel.build(seq_lens=(5,), query_lens=(5,)), emulator()
         assert_close(problem, *kernel.attend(problem, device=device))
         assert device.launches[-1].kernel.startswith(name)
@@ -69,9 +61,7 @@ def kernel_of(head_dim, kind="float16", **fields):
     return config, compile_kernel(make_prefill_wgmma, config, (9, 0))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "kind"), [(128, "float16"), *long([(64, "float16"), (256, "float16"), (128, "bfloat16")])]
-)
+@pytest.mark.parametrize(("head_dim", "kind"), [(128, "float16"), *long([(256, "float16"), (128, "bfloat16")])])
 def test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products(head_dim, kind):
     """That ptxas makes no product wait is an error of `link`."""
     config, kernel = kernel_of(head_dim, kind)

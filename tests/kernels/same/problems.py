@@ -40,7 +40,7 @@ class Wrong(NamedTuple):
 class Drawn(NamedTuple):
     """A problem, by whom it is solved, and what is wrong with it.
 
-    `kernel` is a decode kernel, "prefill" or "wgmma": prefill on warpgroups, where the GPU has them.
+    `kernel` is a decode kernel, "prefill" or "wgmma". The device at hand decides which prefill is on warpgroups.
     """
 
     kernel: str

@@ -23,7 +23,7 @@ SHORT = (
     "split-D128-G8-P16-float16-float16-0",
     "prefill-tensor_cores-0",
     "prefill-few_rows,_tensor_cores-0",
-    "wgmma-64_dims-0",
+    "wgmma-128_dims-0",
 )
 
 

@@ -8,8 +8,8 @@ Grid. x is (seq * tiles + tile) * num_kv_heads + kv_head, where a tile is as man
 
 Who owns what. All warps of a thread block have the same rows. The tokens of a sequence are cut into parts, one for
 each warp: PART tokens, or a power of two times as many in sequences beyond LONGEST_OF_PARTS. Within a part, tiles and
-their order are those of the kernel of many rows. So the state that a warp stores in a workspace (states.py) at its end
-has the same bits as there, if the row sees no key of other parts. A second launch merges states (merge.py).
+their order are those of the kernel of many rows on mma.sync. So the state that a warp stores in a workspace (states.py)
+at its end has the same bits as there, if the row sees no key of other parts. A second launch merges states (merge.py).
 
 Shared memory, dynamic: Q, K and V of each warp, codes of fp8 in flight, and the item, which all threads read.
 """

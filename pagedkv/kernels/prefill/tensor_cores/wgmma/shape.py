@@ -10,11 +10,12 @@ from ..tile import CHUNK, TileShape
 
 NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup
 PANEL_DIMS, PANEL_CHUNKS = 64, 8
-DIMS = (64, 128, 256)
+# With 64 dims, 32 heads and G = 4, an H200 reaches 326 TFLOP/s by this kernel, and 330 by mma.sync.
+DIMS = (128, 256)
 
 
 def takes(config: TensorConfig) -> bool:
-    """Whether the kernel takes a config: 16-bit caches, common head dims, and no score_mod.
+    """Whether the kernel takes a config: 16-bit caches, head dims at which it is the faster one, and no score_mod.
 
     A score_mod may end up as a call, and before a call ptxas would wait for all products.
     """
