@@ -41,6 +41,17 @@ from transformer import WEIGHTS
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 BACKLOG = 2048
+KV_EVENTS_KEYS = {  # of vLLM's KVEventsConfig, and the number of this server among replicas
+    "buffer_steps",
+    "data_parallel_rank",
+    "enable_kv_cache_events",
+    "endpoint",
+    "hwm",
+    "max_queue_size",
+    "publisher",
+    "replay_endpoint",
+    "topic",
+}
 ACCEPTED = 8  # connections that asyncio accepts at a time, before the limit applies to them
 
 
@@ -94,6 +105,9 @@ def kv_events_config(text: str) -> dict[str, Any] | None:
         config = json.loads(text)
     if not isinstance(config, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
+    if unknown := ", ".join(sorted({*config} - KV_EVENTS_KEYS)):
+        known = ", ".join(sorted(KV_EVENTS_KEYS))
+        raise argparse.ArgumentTypeError(f"must have no other keys than {known}, got {unknown}")
     enabled = config.pop("enable_kv_cache_events", False)
     publisher = config.pop("publisher", None)
     if publisher not in (None, "zmq", "null"):

@@ -231,7 +231,8 @@ class PagedKVCache(Sequences):
 
     def __repr__(self) -> str:
         what = f"{len(self.k_caches)} layers of {tuple(self.k_caches[0].shape)} {self.k_caches[0].dtype}"
-        return f"PagedKVCache({what}; {self.num_seqs} sequences, {self.num_free} blocks free)"
+        groups = f"; groups of layers: {self.layer_groups}" if self.layer_groups.has_windows else ""
+        return f"PagedKVCache({what}{groups}; {self.num_seqs} sequences, {self.num_free} blocks free)"
 
     @exclusive
     def add(self, tokens: Any, salt: str | bytes | None = None) -> Added:
@@ -519,8 +520,8 @@ class PagedKVCache(Sequences):
         Raises
         ------
         ValueError
-            `window` is None or more than the cache keeps for the layer, `q` has not the rows of the batch, or the batch
-            is of a cache with other groups.
+            `window` is None or more than the cache keeps for the layer, `q` has not the rows of the batch, the batch is
+            of a cache with other groups, or a query sees tokens that have been released.
         """
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
@@ -536,14 +537,20 @@ class PagedKVCache(Sequences):
                 f"batch must be made by this cache, with block tables of {len(self.groups)} groups of layers, got "
                 f"{len(batch.where)}"
             )
-        where, stored = batch.where[self._rows.groups.group_of[layer]], ours | {"max_seq_len": batch.max_seq_len}
+        group = self._rows.groups.group_of[layer]
+        where, stored = batch.where[group], ours | {"max_seq_len": batch.max_seq_len}
         if self._rows.windows is not None:
             options = self._with_window(layer, options)
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         if self._arrays.on_device:
             return operation(q, k_cache, v_cache, **where, **stored, **options)
         caches = self, None if self._alike else layer
-        return attend(operation, batch.prepared, caches, q, k_cache, v_cache, where, stored, options)
+        try:
+            return attend(operation, batch.prepared, caches, q, k_cache, v_cache, where, stored, options)
+        except IndexError:
+            if (window := options.get("window")) is not None and self.groups[group].window is not None:
+                batch.require_held(group, window, self.block_size)
+            raise
 
     @consistent
     def stats(self) -> Stats:

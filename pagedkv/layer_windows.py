@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 from .memory.arguments import as_int
@@ -56,13 +57,19 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
     TypeError, ValueError
         An entry is not as transformers has it, or layers attend in another way, such as in chunks.
     """
-    kinds = config.get("layer_types") or _usual_types(config, num_layers)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, (str, NoneType)):
+        raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
+    kinds = config.get("layer_types") or _usual_types(config, model_type, num_layers)
+    if not isinstance(kinds, (list, tuple)):
+        raise TypeError(f"layer_types must be a list with a name for each layer, got {type(kinds).__name__}")
+    kinds = [str(kind) for kind in kinds]
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(kinds)}")
     if others := set(kinds) - LAYER_TYPES:
-        raise ValueError(f"layer_types must be {_FULL} or {_SLIDING}, got {', '.join(sorted(map(str, others)))}")
+        raise ValueError(f"layer_types must be {_FULL} or {_SLIDING}, got {', '.join(sorted(others))}")
     window = config.get("sliding_window")
-    if not window or not config.get("use_sliding_window", config.get("model_type") not in _SLIDE_ON_REQUEST):
+    if not window or not config.get("use_sliding_window", model_type not in _SLIDE_ON_REQUEST):
         window = None
     else:
         window = as_int("sliding_window", window, minimum=1)
@@ -74,9 +81,8 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
     return LayerWindows(windows, {layer: last[kinds[layer]] for layer in range(num_own, num_layers)})
 
 
-def _usual_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+def _usual_types(config: Mapping[str, Any], model_type: str | None, num_layers: int) -> list[str]:
     """The types of layers that the configuration class of a model makes."""
-    model_type = config.get("model_type")
     if model_type in _ALL_SLIDE:
         return [_SLIDING] * num_layers
     if model_type in _FIRST_LAYERS_FULL:

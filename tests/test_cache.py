@@ -385,6 +385,12 @@ def test_repr_says_how_full_they_are():
     assert repr(cache.pool) == "BlockPool(num_blocks=10; 9 free, 0 of them cached)"
 
 
+def test_repr_shows_the_groups_of_a_cache_with_windows():
+    groups = "; groups of layers: 1 without a window, 2 of window 6; 0 sequences, 10 blocks free)"
+    assert repr(make(windows=[6, None, 6])).endswith(groups)
+    assert "groups" not in repr(make(windows=None, group_size=1))
+
+
 def test_out_of_blocks_says_how_many():
     cache = make()
     cache.add(40)

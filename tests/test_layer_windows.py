@@ -43,6 +43,10 @@ def test_the_last_layers_read_the_last_layer_of_their_type_that_has_keys():
             {"layer_types": ["chunked_attention", "full_attention"] * 2},
             r"^layer_types must be full_attention or sliding_attention, got chunked_attention$",
         ),
+        (
+            {"layer_types": [["full_attention"], 7, None, "full_attention"]},
+            r"^layer_types must be full_attention or sliding_attention, got 7, None, \['full_attention'\]$",
+        ),
         ({"layer_types": KINDS, "sliding_window": -1}, r"^sliding_window must be at least 1, got -1$"),
         (
             {"layer_types": KINDS, "num_kv_shared_layers": 3},
@@ -52,4 +56,18 @@ def test_the_last_layers_read_the_last_layer_of_their_type_that_has_keys():
 )
 def test_configurations_that_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
+        layer_windows(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"layer_types": 5}, r"^layer_types must be a list with a name for each layer, got int$"),
+        ({"layer_types": "full_attention"}, r"^layer_types must be a list with a name for each layer, got str$"),
+        ({"layer_types": {"full_attention": 4}}, r"^layer_types must be a list with a name for each layer, got dict$"),
+        ({"model_type": ["gemma2"]}, r"^model_type must be a str, got list$"),
+    ],
+)
+def test_entries_of_another_type_are_refused(config, message):
+    with pytest.raises(TypeError, match=message):
         layer_windows(config, 4)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, overload
@@ -143,6 +144,10 @@ class LayerGroups:
             _before=before,
         )
 
+    def __str__(self) -> str:
+        """How many groups there are of each window."""
+        return windows_in_words(window for window, _ in self.groups)
+
     @cached_property
     def has_windows(self) -> bool:
         """Whether a group has one."""
@@ -256,6 +261,12 @@ class LayerGroups:
         return np.asarray(_most_columns(before + keep, self.block_size, chunk))
 
 
+def windows_in_words(windows: Iterable[int | None]) -> str:
+    """How many there are of each window."""
+    counts = sorted(Counter(windows).items(), key=lambda item: item[0] or 0)
+    return ", ".join(f"{count} of window {w}" if w else f"{count} without a window" for w, count in counts)
+
+
 def _most_columns(before: Any, block_size: int, chunk: Any = 1) -> Any:
     """The most blocks of a group that a sequence holds at once, if a query sees `before` tokens before its own.
 
@@ -278,7 +289,12 @@ def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:
 
 def _windows(windows: Any, num_layers: int, max_seq_len: int | None) -> list[int | None]:
     """The window of each layer, None if it hides nothing."""
-    if windows is None or not isinstance(windows, (list, tuple)):
+    if not isinstance(windows, (list, tuple)):
+        if not (windows is None or isinstance(windows, (int, np.integer))):
+            raise TypeError(
+                "windows must be an int or None, or a list or tuple with one for each layer, got "
+                f"{type(windows).__name__}{': pass its tolist()' if hasattr(windows, 'tolist') else ''}"
+            )
         windows = [windows] * num_layers
     if len(windows) != num_layers:
         raise ValueError(f"windows must be one for all layers, or a list of {num_layers}, got {len(windows)}")

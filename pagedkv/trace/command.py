@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..memory.arguments import as_int
-from ..memory.groups import LayerGroups
+from ..memory.groups import LayerGroups, windows_in_words
 from .lengths import Requests, log_normal, read_csv
 from .managers import Buddy, Contiguous, Layers, Manager, Paged
-from .model import layers_in_words
 from .simulate import KINDS, Run, simulate
 
 NUM_REQUESTS, MEMORY, MAX_LEN, BLOCK_SIZES = 1000, 16384, 2048, (1, 8, 16, 32, 64, 128)
@@ -150,7 +149,7 @@ def run(
     ]
     for _, make in managers:
         make()  # refuses wrong options before the first run
-    rows: list[Row] = [_describe(trace, memory) | ({"layers": layers_in_words(windows)} if any(windows) else {})]
+    rows: list[Row] = [_describe(trace, memory) | ({"layers": windows_in_words(windows)} if any(windows) else {})]
     for i, (name, make) in enumerate(managers):
         progress(f"trace: {name}, {i + 1} of {len(managers)}")
         manager = make()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -77,6 +76,11 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
         return Model(shape, layer_windows(config, shape["num_layers"]))
+    except OSError as error:
+        raise OSError(
+            f"--config {file} cannot be read ({error.strerror}): give a model's config.json, or the folder with it; "
+            "a model of the Hub has to be downloaded first"
+        ) from error
     except (OverflowError, RecursionError, SyntaxError, TypeError, ValueError) as error:
         said = str(error).replace("\n", " ")[:200]
         raise ValueError(
@@ -163,7 +167,9 @@ def run(
         longest = groups.longest(room)
         head["longest sequence"] = "any" if longest == MAX_INT64 else longest
     if layers or len(groups.groups) > 1:
-        head["groups of layers"] = _in_words(groups)
+        head["groups of layers"] = (
+            f"{groups}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
+        )
     rows = [head]
     for tokens in num_tokens:
         _bytes(tokens, **model, block_size=block_size)
@@ -178,14 +184,3 @@ def run(
             row["sequences"] = room // blocks if blocks else "any"
         rows.append(row)
     return rows
-
-
-def _in_words(groups: LayerGroups) -> str:
-    kinds = layers_in_words(group.window for group in groups.groups)
-    return f"{kinds}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
-
-
-def layers_in_words(windows: Iterable[int | None]) -> str:
-    """How many there are of each window."""
-    counts = sorted(Counter(windows).items(), key=lambda item: item[0] or 0)
-    return ", ".join(f"{count} of window {w}" if w else f"{count} without a window" for w, count in counts)

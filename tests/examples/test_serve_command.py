@@ -113,6 +113,11 @@ def test_sizes_that_cannot_be(capsys):
         (["--num-blocks", str(2**31)], "--num-blocks: "),
         (["--kv-events-config", "zmq"], "--kv-events-config: must be a JSON object, got zmq"),
         (["--kv-events-config", '{"publisher": "nats"}'], 'publisher must be "zmq" or "null", got nats'),
+        (
+            ["--kv-events-config", '{"topics": "kv", "enable_kv_cache_events": false}'],
+            "--kv-events-config: must have no other keys than buffer_steps, data_parallel_rank, "
+            "enable_kv_cache_events, endpoint, hwm, max_queue_size, publisher, replay_endpoint, topic, got topics",
+        ),
     ]:
         with pytest.raises(SystemExit, match=r"^2$"):
             serve.parse(words)

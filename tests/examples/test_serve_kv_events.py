@@ -2,6 +2,7 @@
 
 import json
 import sys
+from inspect import signature
 
 import pytest
 
@@ -11,6 +12,8 @@ import serve  # isort: skip
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
+
+from pagedkv.integrations.kv_events import KVEventPublisher  # noqa: E402
 
 ON = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:*", "topic": "kv"}
 
@@ -40,10 +43,14 @@ def test_nothing_is_published_unless_asked_for(config):
         assert events is None
 
 
+def test_the_keys_are_those_of_the_publisher():
+    assert serve.KV_EVENTS_KEYS - {"enable_kv_cache_events", "publisher"} == {*signature(KVEventPublisher).parameters}
+
+
 def test_a_configuration_that_cannot_be_is_reported(monkeypatch):
     for wrong, message in [
         ({"endpoint": "5557"}, "endpoint must begin with tcp:// or ipc://, got '5557'"),
-        ({"topics": "kv"}, ".*unexpected keyword argument 'topics'"),
+        ({"hwm": 0}, "hwm must be at least 1, got 0"),
     ]:
         with pytest.raises(SystemExit, match=f"^--kv-events-config: {message}"):
             serve.publisher(serve.parse(words(ON | wrong)))

@@ -191,6 +191,12 @@ def test_any_length_fits_where_every_layer_has_a_window():
     ("arguments", "error", "message"),
     [
         ({"windows": 0}, ValueError, r"^windows must be at least 1, got 0$"),
+        (
+            {"windows": np.array([4, 4, 4])},
+            TypeError,
+            r"^windows must be an int or None, or a list or tuple .*, got ndarray: pass its tolist\(\)$",
+        ),
+        ({"windows": range(1, 4)}, TypeError, r"^windows must be an int or None, or a list or tuple .*, got range$"),
         ({"windows": [4, True, None]}, TypeError, r"^windows must be an int, got bool$"),
         ({"windows": [4, None]}, ValueError, r"^windows must be one for all layers, or a list of 3, got 2$"),
         ({"group_size": 0}, ValueError, r"^group_size must be at least 1, got 0$"),

@@ -132,6 +132,7 @@ def test_what_fits(tmp_path, capsys):
             json.dumps(LLAMA | {"sliding_window": 8, "layer_types": ["full_attention"]}),
             "layer_types must have 32 entries",
         ),
+        (json.dumps(LLAMA | {"layer_types": 5}), "(layer_types must be a list with a name for each layer, got int)"),
         (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
         ("[" * 100_000, "maximum recursion depth exceeded"),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**3999}), "the K and V take more than 2**63 bytes"),
@@ -167,7 +168,11 @@ def test_kv_bytes_of_a_model_on_the_command_line(tmp_path, capsys):
     [
         ([], "the model's shape is missing: give --num-layers, --num-kv-heads, --head-dim, or --config with its"),
         (["--num-layers", "2", "--head-dim", "64"], "missing: give --num-kv-heads, or --config"),
-        (["--config", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+        (
+            ["--config", "google/gemma-3-27b-it"],
+            "--config google/gemma-3-27b-it cannot be read (No such file or directory): give a model's config.json, or "
+            "the folder with it; a model of the Hub has to be downloaded first",
+        ),
         (["--num-layers", "2", "--num-kv-heads", "1", "--head-dim", "9"], "head_dim must be a multiple of 8"),
         (
             ["--num-layers", "2", "--num-kv-heads", "1", "--head-dim", "8", "--num-tokens", "-1"],

@@ -57,6 +57,21 @@ class Batch:
         tables = self._arrays.on_host(self.block_tables)
         return [{"block_tables": table, **views} for table in (tables if tables.ndim == 3 else [tables])]
 
+    def require_held(self, group: int, window: int, block_size: int) -> None:
+        """Raise ValueError if a query sees tokens that have been released, through a window of a group."""
+        table = self.where[group]["block_tables"]
+        held, num_used = table >= 0, -(-self._lens.astype(np.int64) // block_size)
+        first = np.where(held.any(axis=1), held.argmax(axis=1), num_used)
+        most = self._lens - np.where(first > 0, first * block_size + window - 1, 0)
+        if (more := self._query_lens > most).any():
+            seq = int(more.argmax())
+            raise ValueError(
+                f"batch must have at most {max(0, most[seq])} query tokens of sequence {seq}, got "
+                f"{self._query_lens[seq]}: with a window of {window} the others see tokens that have been released. "
+                "Let queries attend before `commit` and the next `append`, or make the cache with keep=n to keep n "
+                "tokens more"
+            )
+
     @cached_property
     def is_decode(self) -> bool:
         """Whether every sequence has exactly one query row, so that `decode_attention` can compute the batch."""

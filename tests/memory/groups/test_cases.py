@@ -3,6 +3,7 @@
 Blocks have 4 tokens, groups are [a window of 6, full] unless a test says otherwise.
 """
 
+import numpy as np
 import pytest
 
 from pagedkv.memory import LRU
@@ -297,3 +298,37 @@ def test_a_window_never_holds_more_than_itself_and_a_chunk(chunk, peak):
             cache.append(seq, min(chunk, room))
             held.append([*map(len, columns(cache, seq))])
     assert [*map(max, zip(*held, strict=True))] == [peak, 10]
+
+
+@pytest.mark.parametrize(
+    ("windows", "query_lens", "most"), [((6, None), [3, 4], 3), ((6, None), [3, 40], 3), ((1, None), None, 0)], ids=str
+)
+def test_a_query_of_released_tokens_is_refused_in_words(windows, query_lens, most):
+    cache = make(*windows, num_blocks=200)
+    seqs = [cache.add(8).seq, cache.add(40).seq]
+    cache.commit(seqs[1])
+    batch = cache.batch(seqs, query_lens)
+    q = np.zeros((batch.num_tokens, 1, 8), np.float32)
+    message = rf"^batch must have at most {most} query tokens of sequence 1, got .*: with a window of {windows[0]} "
+    with pytest.raises(ValueError, match=message + "the others see tokens that have been released. Let queries attend"):
+        cache.attend(0, q, batch)
+    cache.attend(1, q, batch)
+    if most:
+        cache.attend(0, q[:6], cache.batch(seqs, most))
+
+
+def test_a_listener_that_raises_in_commit_delays_what_windows_release():
+    def listen(event):
+        if fails:
+            raise RuntimeError("no events, please")
+
+    fails, cache = [True], make(6, None, events=listen)
+    seq, _ = cache.add(TEXT[:40])
+    with pytest.raises(RuntimeError, match="no events, please"):
+        cache.commit(seq)
+    assert columns(cache, seq) == [[*range(10)]] * 2
+    assert cache.find(TEXT[:41]) == 40
+    fails.clear()
+    cache.commit(seq)
+    assert columns(cache, seq) == [[8, 9], [*range(10)]]
+    cache.check()
