@@ -9,9 +9,11 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
-from ..memory.arguments import require_callable
+from ..memory.arguments import as_int, require_callable
+from ..validation.require import number
 from .store import BlockStore, Buffer, sizes_of
 
+_LONGEST = 2.0**31  # seconds: a lock refuses to wait much longer
 _Call = tuple[Callable[[], Any], Future[Any]]
 
 
@@ -22,7 +24,7 @@ class PatientStore:
     ----------
     store : BlockStore
     timeout : float
-        Seconds to wait for an answer.
+        Seconds to wait for an answer, more than 0.
     max_pending_bytes : int
         The most bytes of blocks that wait for the store to take them.
 
@@ -37,7 +39,9 @@ class PatientStore:
     def __init__(self, store: BlockStore, timeout: float, max_pending_bytes: int) -> None:
         for method in ("get", "put", "remove"):
             require_callable(f"store.{method}", getattr(store, method, None), "a method, as of a BlockStore")
-        self._store, self._timeout, self._max_pending_bytes = store, timeout, max_pending_bytes
+        self._store = store
+        self._timeout = min(number("timeout", timeout, positive=True), _LONGEST)
+        self._max_pending_bytes = as_int("max_pending_bytes", max_pending_bytes)
         self.num_failed = 0
         self.last_error: Exception | None = None
         self._pending_bytes, self._lock = 0, Lock()

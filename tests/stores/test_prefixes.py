@@ -284,6 +284,26 @@ def test_a_bound_that_lets_no_block_wait_is_refused():
         prefixes_of(make_cache(), make_store(), max_pending_bytes=4 * SIZE - 1)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"timeout": "2"}, TypeError, "timeout must be a number, got str"),
+        ({"timeout": 0}, ValueError, "timeout must be positive and finite in float32, got 0"),
+        ({"max_pending_bytes": "1GiB"}, TypeError, "max_pending_bytes must be an int, got str"),
+    ],
+)
+def test_wrong_bounds_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        prefixes_of(make_cache(), make_store(), **options)
+
+
+def test_any_time_to_wait_is_long_enough():
+    expected = stored(store := make_store())
+    num_found, found = loaded(make_cache(), store, timeout=1e30)
+    np.testing.assert_array_equal(found, expected[:, :, :num_found])
+    assert num_found == FULL
+
+
 def test_wrong_tokens_change_nothing():
     with prefixes_of(make_cache(), make_store()) as prefixes:
         for call in (prefixes.load, prefixes.store):

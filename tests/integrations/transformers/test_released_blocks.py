@@ -9,6 +9,7 @@ import torch
 from pagedkv import kv_bytes
 from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 from pagedkv.integrations.transformers.models import kv_shape, kv_windows
+from pagedkv.stores import HostStore, StoredPrefixes
 
 from .models import VOCAB, WINDOW, eager_model, greedy, make_model, prompts
 
@@ -61,6 +62,23 @@ def test_an_engine_gives_the_texts_of_eager_attention(model, expected):
     # The second half finds what the first one committed.
     assert finished(engine, TEXTS[:3], NEW) + finished(engine, TEXTS[3:], NEW) == expected
     assert engine.cache.stats().hit_tokens >= 2 * 40
+
+
+def test_an_engine_goes_on_with_prompts_that_another_has_stored(family, model, expected):
+    store, options = HostStore(2**24, 2**16), {"max_num_batched_tokens": 16, "eos_token_id": ()}
+    first = Engine(model, num_blocks=400, block_size=P, **options)
+    if family == "Mistral":  # all of its layers have the window
+        with pytest.raises(ValueError, match="cache must have layers without a window"):
+            StoredPrefixes(first.cache, store, family)
+        return
+    assert finished(first, TEXTS, NEW) == expected
+    with StoredPrefixes(first.cache, store, family, block_tokens=8) as prefixes:
+        assert [prefixes.store(text) for text in TEXTS] == [len(text) // 8 * 8 for text in TEXTS]
+    second = Engine(model, num_blocks=200, block_size=2 * P, **options)
+    with StoredPrefixes(second.cache, store, family, block_tokens=8) as prefixes:
+        assert [prefixes.load(text) for text in TEXTS] == [len(text) // 8 * 8 for text in TEXTS]
+    assert finished(second, TEXTS, NEW) == expected
+    assert second.cache.stats().hit_tokens >= sum(len(text) // 8 * 8 for text in TEXTS) - 8
 
 
 def test_texts_stay_the_same_under_preemption(family, model):
