@@ -1,5 +1,8 @@
 """Layers with windows: a store gives back what the next query sees, and nothing that was not written is ever found."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -137,11 +140,13 @@ def test_a_pool_with_room_for_what_windows_leave_is_enough():
         seq, _ = cache.add(tokens)
         cache.commit(seq)
         assert prefixes.store(tokens) == 24 * W
-    other = windowed(24 * 2 + 3 * 6, num_layers=4, windows=windows, group_size=1)
-    assert not other.can_add(tokens)
-    with prefixes_of(other, store) as prefixes:
-        assert prefixes.load(tokens) == 24 * W - 1
-    other.check()
+    needed = cache.layer_groups.peak(len(tokens), W)
+    for num_blocks, num_found in ((needed - 1, 0), (needed, 24 * W - 1)):
+        other = windowed(num_blocks, num_layers=4, windows=windows, group_size=1)
+        assert not other.can_add(tokens)
+        with prefixes_of(other, store) as prefixes:
+            assert prefixes.load(tokens) == num_found
+        other.check()
 
 
 def test_blocks_that_are_evicted_in_part_are_not_stored():
@@ -202,6 +207,31 @@ def test_a_fault_in_the_windows_costs_a_computation_and_no_wrong_token(fault):
     assert other.num_seqs == 0
     assert_found_is_written(other, tokens)
     assert_goes_on(other, computed(other, tokens), tokens)
+
+
+def test_a_store_that_stalls_in_the_windows_is_not_waited_for():
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed()
+    computed(cache, tokens)
+    with prefixes_of(cache, store) as prefixes:
+        prefixes.store(tokens)
+    goes_on, calls = threading.Event(), []
+
+    def stall(keys, found):
+        calls.append(keys)
+        return found if len(calls) == 1 or goes_on.wait() else None
+
+    faulty = FaultyStore(store, stall)
+    prefixes = prefixes_of(other, faulty, timeout=0.2)
+    begin = time.monotonic()
+    assert prefixes.load(tokens) == 0
+    assert time.monotonic() - begin < 5
+    assert isinstance(prefixes.patient.last_error, TimeoutError)
+    assert other.num_seqs == 0
+    goes_on.set()
+    while prefixes.load(tokens) != FULL:
+        pass
+    prefixes.close()
+    assert_found_is_written(other, tokens)
 
 
 SAVED = {
