@@ -79,6 +79,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     add("--max-waiting", type=number(int, 0), default=128, metavar="N", help="requests that wait besides")
     add("--max-connections", type=number(int, 1), default=512, metavar="N")
     add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
+    add("--swap", type=memory, metavar="M", help="host memory, 4GiB say, for requests that give their blocks back")
     add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
     add("--kv-events-config", type=kv_events_config, metavar="JSON", help="publish KV events, as vLLM does with it")
     add("--rank-timeout", type=number(float, 1), default=600, metavar="S", help="seconds for which ranks wait for one")
@@ -137,6 +138,7 @@ def publisher(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any
 def build(args: argparse.Namespace, events: Any = None) -> Server:
     """Make the server that the command line describes; `events` is the listener of its cache."""
     most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
+    most["swap"] = args.swap
     pool = {"num_blocks": args.num_blocks if args.memory is None else None, "memory": args.memory}
     pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache, "events": events}
     if args.model:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import pagedkv
+from pagedkv.stores import SwapSpace
 from sampling import Sampling, require_finite
 from tokenizer import END, Tokenizer
 from transformer import PagedAttention, Transformer, in_tiles, load
@@ -181,4 +182,6 @@ def small(weights: Path, context: int | None, pool: dict[str, Any], **options: A
     model.context -= model.context % block_size
     sizes = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     cache = pagedkv.PagedKVCache(**sizes, max_seq_len=model.context, **pool)
+    if options.get("swap") is not None:
+        options["swap"] = SwapSpace(cache, options["swap"])
     return SmallEngine(model, cache, **options), SmallText(tokenizer, model.context)

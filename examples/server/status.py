@@ -49,6 +49,7 @@ def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
         ("prompt_tokens_total", "counter", "tokens of prompts that were started", {"": stats.queried_tokens}),
         ("prefix_hit_tokens_total", "counter", "those found in the prefix cache", {"": stats.hit_tokens}),
         ("preemptions_total", "counter", "requests that gave their blocks back", {"": scheduler.num_preempted}),
+        ("swaps_total", "counter", "those of them that were swapped out", {"": scheduler.num_swapped}),
         ("requests_running", "gauge", "requests that run", {"": scheduler.num_running}),
         ("requests_waiting", "gauge", "requests that wait", {"": scheduler.num_waiting}),
         (

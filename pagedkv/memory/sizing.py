@@ -115,29 +115,30 @@ def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> in
     TypeError, ValueError
         `memory` is none of these, or less than one block.
     """
-    num_bytes = _bytes(memory, arrays)
+    num_bytes = bytes_of("memory", memory, arrays)
     if num_bytes < block_bytes:
         raise ValueError(f"memory must be at least {block_bytes} bytes, one block in all layers, got {num_bytes}")
     return num_bytes // block_bytes
 
 
-def _bytes(memory: str | int | float, arrays: Arrays) -> int:
+def bytes_of(name: str, memory: str | int | float, arrays: Arrays) -> int:
+    """Convert an amount of memory, as `blocks_in` takes it, to bytes; `name` is the argument's."""
     if isinstance(memory, bool) or not isinstance(memory, (str, int, float, np.integer, np.floating)):
-        raise TypeError(f"memory must be a str, an int or a float, got {type(memory).__name__}")
+        raise TypeError(f"{name} must be a str, an int or a float, got {type(memory).__name__}")
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)\s*", memory)
         if match is None or match[2] not in _UNITS:
             raise ValueError(
-                "memory must be a number and a unit of B, KB, KiB, MB, MiB, GB, GiB, TB and TiB, such as 2GiB, "
+                f"{name} must be a number and a unit of B, KB, KiB, MB, MiB, GB, GiB, TB and TiB, such as 2GiB, "
                 f"got {memory!r}"
             )
         return int(Fraction(match[1]) * _UNITS[match[2]])
     if isinstance(memory, (float, np.floating)):
         if not 0.0 < memory <= 1.0:
-            raise ValueError(f"memory must be a share above 0.0 and at most 1.0, or bytes as an int, got {memory}")
+            raise ValueError(f"{name} must be a share above 0.0 and at most 1.0, or bytes as an int, got {memory}")
         if (free := arrays.free_bytes()) is None:
             raise ValueError(
-                f"memory must be bytes, 2GiB say, on a system that does not say what is free, got {memory}"
+                f"{name} must be bytes, 2GiB say, on a system that does not say what is free, got {memory}"
             )
         return int(memory * free)
     return int(memory)

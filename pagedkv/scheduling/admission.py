@@ -10,6 +10,7 @@ from ..memory.handles import NO_HANDLE
 from .request import Request
 from .running import Running, first_half
 from .step import Int64Array
+from .swapping import Swapping
 from .waiting import Waiting
 
 
@@ -24,6 +25,8 @@ class Admission:
         The most tokens and requests of a step.
     watermark : int
         Blocks that a start leaves free while others run.
+    swapping : Swapping or None
+        Where K and V of preempted requests may wait.
 
     Attributes
     ----------
@@ -32,9 +35,16 @@ class Admission:
     """
 
     def __init__(
-        self, cache: PagedKVCache, running: Running, waiting: Waiting, budget: int, max_num_seqs: int, watermark: int
+        self,
+        cache: PagedKVCache,
+        running: Running,
+        waiting: Waiting,
+        budget: int,
+        max_num_seqs: int,
+        watermark: int,
+        swapping: Swapping | None,
     ) -> None:
-        self._cache, self._running, self._waiting = cache, running, waiting
+        self._cache, self._running, self._waiting, self._swapping = cache, running, waiting, swapping
         self.budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
         self._last = [NO_HANDLE]
         self.num_preempted = 0
@@ -43,6 +53,20 @@ class Admission:
     def last_started(self) -> int:
         """The handle of the sequence started last."""
         return self._last[0]
+
+    def require_fit(self, num_tokens: int, max_tokens: int) -> None:
+        """Raise ValueError unless the cache has room for so many tokens and the text that they get."""
+        cache, budget, groups = self._cache, self.budget, self._cache.layer_groups
+        longest = groups.longest(cache.pool.num_blocks, budget, cache.keep)
+        most = min(cache.max_seq_len, longest)
+        # The last token that is generated is not computed.
+        if num_tokens + max_tokens - 1 > most:
+            smaller_steps_help = groups.has_windows and longest < cache.max_seq_len
+            remedy = f", or max_num_batched_tokens = {budget} smaller" if smaller_steps_help else ""
+            raise ValueError(
+                f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
+                f"max_tokens, shorten the prompt, or make the cache larger{remedy}"
+            )
 
     def counts(self) -> Int64Array:
         """How many tokens of each running request go into a step: one of each, then more in their order."""
@@ -88,9 +112,12 @@ class Admission:
                 )
                 raise
             running.start(request, seq, num_cached)
+            waiting.remove(request)
             if request.num_cached is None:  # after a preemption it would find its own tokens
                 request.num_cached = num_cached
-            waiting.remove(request)
+            elif self._swapping is not None:
+                num_cached = self._swapping.put_back(request, seq, num_cached)
+                running.num_computed[request.lane] = num_cached
             num_tokens = len(request.tokens)
             num_uncomputed += num_tokens - num_cached
             reserved += growth(num_cached, num_tokens, budget, keep)
@@ -101,8 +128,11 @@ class Admission:
         self._running.stop(request)
 
     def _preempt(self, request: Request | None) -> None:
-        """Free the blocks of a running request, which waits and is computed again."""
+        """Free the blocks of a running request, which waits, and may have a copy of them."""
         assert request is not None
+        if self._swapping is not None:
+            lane = request.lane
+            request.copy = self._swapping.take_out(int(self._running.seqs[lane]), int(self._running.num_computed[lane]))
         self.stop(request)
         self._waiting.push(request)
         self.num_preempted += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class Request:
         How many of its tokens the prefix cache had when this turn started; None before that.
     lane : int
         Its lane in `Running` while it runs, otherwise NOT_RUNNING.
+    copy : object or None
+        The copy of its K and V that `Swap.copy_out` has made, while it waits after a preemption.
     """
 
     number: int
@@ -47,3 +50,4 @@ class Request:
     resumable: bool
     num_cached: int | None = None
     lane: int = NOT_RUNNING
+    copy: Any = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import PagedKVCache
-from ..memory.arguments import as_int
+from ..memory.arguments import as_int, require_callable
 from ..memory.ids import owned_spans
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
@@ -18,6 +19,7 @@ from .admission import Admission
 from .request import NOT_RUNNING, Request
 from .running import Running
 from .step import Finished, Int64Array, Step
+from .swapping import Swap, Swapping
 from .waiting import Waiting
 
 MAX_PRIORITY = MAX_AGING = 2**31 - 1  # the order is kept in int64
@@ -30,16 +32,16 @@ class Scheduler:
     Every running request is in every step: with one token while it generates, with a chunk of its prompt before that.
     A request starts as soon as there is room for all its tokens, or, where layers have windows, for all the blocks that
     it holds at a time; tokens that the prefix cache finds are not computed. When the pool is full, the last request in
-    the order is preempted: it frees its blocks and is computed again later.
+    the order is preempted: it frees its blocks, and is computed again later or, with `swap`, comes back from a store.
 
     Requests are served in the order in which they come, with priorities that age: one of priority p starts behind
     those of priority 0 that are added in the ``p * aging`` steps after it, and before all later ones. The first
     running request is never preempted, and no request overtakes the first waiting one, so each request ends if those
     before it do.
 
-    The same calls give the same steps. One thread at a time may call the scheduler. Only the scheduler may append to,
-    truncate or free its sequences; the cache may hold others as well. A call that raises an error loses no request and
-    can be repeated; `restart` recovers from an interrupt (Ctrl-C) in the middle of a call.
+    Without `swap` the same calls give the same steps. One thread at a time may call the scheduler. Only the scheduler
+    may append to, truncate or free its sequences; the cache may hold others as well. A call that raises an error loses
+    no request and can be repeated; `restart` recovers from an interrupt (Ctrl-C) in the middle of a call.
 
     Parameters
     ----------
@@ -54,6 +56,12 @@ class Scheduler:
         How many steps one level of priority is worth.
     eos_token_id : int or None
         The token that ends a text.
+    swap : SwapSpace or None
+        Where the K and V of a preempted request wait, if copying them out and in has taken less time than computing
+        them. So what a step computes then depends on how long steps and copies took, and tokens do not. A request that
+        waits takes no row of the cache, swapped or not.
+    clock : callable
+        Returns seconds. With one of your own, and a `swap`, the same calls give the same steps.
 
     Raises
     ------
@@ -99,9 +107,14 @@ class Scheduler:
         watermark: float = 0.01,
         aging: int = 256,
         eos_token_id: int | None = None,
+        swap: Swap | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+        if swap is not None and getattr(swap, "cache", None) is not cache:
+            raise ValueError(f"swap must be a SwapSpace of the scheduler's cache, got {swap!r}")
+        require_callable("clock", clock, "a function that returns seconds")
         if not 0 <= watermark <= 1:
             raise ValueError(f"watermark must be from 0 to 1, got {watermark}")
         budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
@@ -118,7 +131,9 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._waiting, self._running = Waiting(), Running(max_num_seqs)
         watermark_blocks = int(np.ceil(watermark * cache.pool.num_blocks))
-        self._admission = Admission(cache, self._running, self._waiting, budget, max_num_seqs, watermark_blocks)
+        self._swapping = None if swap is None else Swapping(swap, clock)
+        limits = budget, max_num_seqs, watermark_blocks
+        self._admission = Admission(cache, self._running, self._waiting, *limits, self._swapping)
         self._step: Step | None = None
         self._leaving: list[int] = []  # sequences of the step whose requests were aborted
         self._num_added = self._num_steps = 0
@@ -140,6 +155,11 @@ class Scheduler:
     def num_preempted(self) -> int:
         """How often a request was preempted so far."""
         return self._admission.num_preempted
+
+    @property
+    def num_swapped(self) -> int:
+        """How often a preempted request was swapped out so far."""
+        return 0 if self._swapping is None else self._swapping.num_swapped
 
     def tokens(self, request: int) -> npt.NDArray[np.int32]:
         """All tokens that a request has so far, (num_tokens,) int32, as a new array.
@@ -206,7 +226,7 @@ class Scheduler:
         root = root_digest(salt)
         if not len(ids):
             raise ValueError("tokens must have at least one token, got none")
-        self._require_fit(len(ids), max_tokens)
+        self._admission.require_fit(len(ids), max_tokens)
         number = self._num_added
         request = Request(
             number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
@@ -240,7 +260,7 @@ class Scheduler:
         if found.lane != NOT_RUNNING or found.number in self._waiting:
             raise ValueError(f"request {request} is in the middle of a turn: extend it when update says it has ended")
         ids = np.concatenate([found.tokens, ids])
-        self._require_fit(len(ids), max_tokens)
+        self._admission.require_fit(len(ids), max_tokens)
         found.tokens, found.num_prompt, found.max_len = ids, len(ids), len(ids) + max_tokens
         found.key, found.num_cached = self._key(found.priority), None
         self._waiting.push(found)
@@ -313,6 +333,8 @@ class Scheduler:
             raise
         self._num_steps += 1
         self._step = step
+        if self._swapping is not None:
+            self._swapping.begin_step()
         return step
 
     def update(self, step: Step, tokens: Any) -> list[Finished]:
@@ -358,6 +380,8 @@ class Scheduler:
         running.extend(grown, ids)
         running.num_computed[lanes] += counts
         self._step, self._leaving = None, []
+        if self._swapping is not None:
+            self._swapping.end_step(len(step.requests), len(step.tokens))
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:
@@ -397,7 +421,7 @@ class Scheduler:
                 self._cache.free(seq)
         self._requests, self._step, self._leaving = requests, None, []
         for number, request in requests.items():
-            request.tokens, request.lane = ids_of(tokens[number]), NOT_RUNNING
+            request.tokens, request.lane, request.copy = ids_of(tokens[number]), NOT_RUNNING, None
         self._waiting.refill(requests)
         self._running.clear()
 
@@ -413,20 +437,6 @@ class Scheduler:
         All requests age at the same rate, so the order of two never changes.
         """
         return self._num_steps + priority * self._aging
-
-    def _require_fit(self, num_tokens: int, max_tokens: int) -> None:
-        cache = self._cache
-        budget, groups = self._admission.budget, cache.layer_groups
-        longest = groups.longest(cache.pool.num_blocks, budget, cache.keep)
-        most = min(cache.max_seq_len, longest)
-        # The last token that is generated is not computed.
-        if num_tokens + max_tokens - 1 > most:
-            smaller_steps_help = groups.has_windows and longest < cache.max_seq_len
-            remedy = f", or max_num_batched_tokens = {budget} smaller" if smaller_steps_help else ""
-            raise ValueError(
-                f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
-                f"max_tokens, shorten the prompt, or make the cache larger{remedy}"
-            )
 
     def _finish(self, lane: int, reason: str) -> Finished:
         """End the turn of the request in a lane, whose sequence is freed."""

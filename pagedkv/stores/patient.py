@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
+from weakref import ref
 
 from ..memory.arguments import as_int, require_callable
 from ..validation.require import number
 from .store import BlockStore, Buffer, sizes_of
 
 _LONGEST = 2.0**31  # seconds: a lock refuses to wait much longer
-_Call = tuple[Callable[[], Any], Future[Any]]
 
 
 class PatientStore:
@@ -47,7 +48,9 @@ class PatientStore:
         self._pending_bytes, self._lock = 0, Lock()
         # A store that stalls in one thread neither delays what the other asks nor the end of the process.
         self._gets, self._puts = Worker(), Worker()
-        self._stalled: Future[Any] | None = None
+        self._stalled: Future[Any] | None = None  # a call to get that was not done in time
+        self._behind: Future[Any] | None = None  # the same of the calls to put
+        self._removals: set[_Removal] = set()
 
     @property
     def room(self) -> int:
@@ -95,21 +98,35 @@ class PatientStore:
 
         self._puts.call(put)
 
-    def put_now(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> bool:
-        """Put blocks; whether the store has taken them in time."""
+    def put_now(self, keys: Sequence[bytes], blocks: Sequence[Buffer], deadline: float | None = None) -> bool:
+        """Put blocks; whether the store has taken them in time, or by a deadline. It takes none while it stalls."""
         failed: list[None] = []
+        if self._behind is not None and not self._behind.done():
+            return False
         self.put(keys, blocks, lambda: failed.append(None))
-        return self.flush() and not failed
+        return self.flush(deadline) and not failed
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Have a thread remove keys."""
         self._puts.call(lambda: self._store.remove(keys))
 
-    def flush(self) -> bool:
-        """Wait until the store has taken all that was put; whether it did before the time-out."""
+    def remove_with(self, owner: object, keys: Sequence[bytes]) -> None:
+        """Have a thread remove keys once nobody has an object any more."""
+        removal = _Removal(owner, self._puts.calls.put)
+        removal.remove = partial(self._remove, removal, keys)
+        self._removals.add(removal)
+
+    def _remove(self, removal: _Removal, keys: Sequence[bytes]) -> None:
+        self._removals.discard(removal)
+        self._store.remove(keys)
+
+    def flush(self, deadline: float | None = None) -> bool:
+        """Wait until the store has taken all that was put; whether it did before the time-out, or by a deadline."""
+        taken = self._puts.call(lambda: None)
         try:
-            self._puts.call(lambda: None).result(self._timeout)
+            taken.result(max(0.0, (self.deadline() if deadline is None else deadline) - time.monotonic()))
         except TimeoutError as error:
+            self._behind = taken
             self._fail(error)
             return False
         return True
@@ -122,34 +139,52 @@ class PatientStore:
     def _fail(self, error: Exception) -> None:
         with self._lock:
             self.num_failed += 1
-            self.last_error = error
+            self.last_error = error.with_traceback(None)  # whose frames would keep the blocks of the call
+
+
+class _Removal(ref[object]):
+    """A call of the thread that puts, for when an object is gone. No Python code runs there: it would lose a Ctrl-C."""
+
+    remove: Callable[[], None]
+
+    def __call__(self) -> None:
+        _answer(self.remove, Future())
 
 
 class Worker:
-    """A thread that makes calls one after the other; it begins with the first, and does not keep the process alive."""
+    """A thread that makes calls one after the other; it begins with the first, and does not keep the process alive.
+
+    Attributes
+    ----------
+    calls : SimpleQueue
+        What it has to call; None ends it.
+    """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Have the thread call a function."""
         if self._thread is None or not self._thread.is_alive():  # as in a forked process
-            self._thread = Thread(target=_work, args=(self._calls,), name="pagedkv-store", daemon=True)
+            self._thread = Thread(target=_work, args=(self.calls,), name="pagedkv-store", daemon=True)
             self._thread.start()
         future: Future[Any] = Future()
-        self._calls.put((function, future))
+        self.calls.put(partial(_answer, function, future))
         return future
 
     def end(self) -> None:
         """End the thread after the calls that wait."""
-        self._calls.put(None)
+        self.calls.put(None)
 
 
-def _work(calls: SimpleQueue[_Call | None]) -> None:
+def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     while call := calls.get():
-        function, future = call
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
+        call()
+
+
+def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)

@@ -12,17 +12,21 @@ import numpy.typing as npt
 from ..arrays import to_host
 from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
+from ..memory.device.arrays import Arrays
+from ..memory.sizing import bytes_of
 from .blocks import CacheBlocks
+from .host import HostStore
 from .patient import PatientStore
 from .store import BlockStore
 from .wire import BLOCK_TOKENS, Name
 
+_AT_ONCE = 2**24  # bytes that are put at a time
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Swapped:
-    """A sequence that is swapped out.
+    """The copy of a sequence in a store, which drops it once nobody has this object any more.
 
     Attributes
     ----------
@@ -32,37 +36,51 @@ class Swapped:
         Its first tokens, as far as their ids are known.
     names : list of Name
         Its wire blocks, all KV heads of each.
+    shares : tuple of Swapped
+        Copies that have some of these blocks, too.
     """
 
     num_tokens: int
     num_committed: int
     tokens: npt.NDArray[np.int32]
     names: list[Name]
+    shares: tuple[Swapped, ...] = ()
 
 
 class SwapSpace:
-    """Takes sequences out of a cache, and puts them back under the same handles.
+    """Takes sequences out of a cache, and puts them back.
 
-    While a sequence is out, it has no blocks and the length 0; `PagedKVCache.free` ends it as any other. What several
-    sequences of one call share is stored once. Blocks that the store loses or damages do not come back: the sequence is
-    then shorter, and its caller computes the rest again.
+    `swap_out` and `swap_in` are for sequences that you run yourself. Their handles stay valid: a sequence that is out
+    has no blocks and the length 0, and `PagedKVCache.free` ends it as any other. A :class:`~pagedkv.Scheduler` takes a
+    space as `swap`, and uses `copy_out` and `copy_in`. Blocks that the store loses or damages do not come back: the
+    sequence is then shorter, and its caller computes the rest again.
 
     Parameters
     ----------
     cache : PagedKVCache
         Its layers have no windows.
-    store : BlockStore
+    store : BlockStore, str, int or float
+        Or how much host memory to take: "2GiB", bytes, or a share of what is free, such as 0.5.
     block_tokens : int
         Tokens of a wire block.
     timeout : float
         Seconds that a call waits for the store at most.
 
+    Attributes
+    ----------
+    cache : PagedKVCache
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not as described here.
+
     Examples
     --------
     >>> from pagedkv import PagedKVCache
-    >>> from pagedkv.stores import HostStore, SwapSpace
+    >>> from pagedkv.stores import SwapSpace
     >>> cache = PagedKVCache(num_layers=1, num_blocks=4, block_size=16, num_kv_heads=2, head_dim=8)
-    >>> space = SwapSpace(cache, HostStore(capacity=2**20, block_bytes=2**15))
+    >>> space = SwapSpace(cache, "1MiB")
     >>> seq, _ = cache.add(40)
     >>> space.swap_out(seq)
     True
@@ -75,16 +93,24 @@ class SwapSpace:
     """
 
     def __init__(
-        self, cache: PagedKVCache, store: BlockStore, *, block_tokens: int = BLOCK_TOKENS, timeout: float = 2.0
+        self,
+        cache: PagedKVCache,
+        store: BlockStore | str | int | float,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
+        timeout: float = 2.0,
     ) -> None:
-        self._cache = cache
         # No other space has this model: blocks are named by chance, and not by their tokens, which may be unknown.
         self._blocks = CacheBlocks(cache, f"swapped by {os.urandom(16).hex()}", block_tokens=block_tokens)
+        if isinstance(store, (str, int, float)):
+            capacity = bytes_of("store", store, Arrays("numpy"))
+            store = HostStore(capacity, self._blocks.wire.block_bytes)
+        self.cache = cache
         self._patient = PatientStore(store, timeout, max_pending_bytes=0)
         self._out: dict[int, Swapped] = {}
 
     def swap_out(self, seqs: Any) -> bool:
-        """Move sequences to the store.
+        """Move sequences to the store. What several of them share is stored once.
 
         Parameters
         ----------
@@ -103,33 +129,19 @@ class SwapSpace:
         KeyError
             A sequence was freed, or never existed.
         """
-        cache, size = self._cache, self._blocks.wire.block_tokens
         rows, handles = self._find(seqs)
         self._forget_freed()
         for seq in handles:
             if seq in self._out:
                 raise ValueError(f"seqs must be sequences that are in the cache, got {seq}, which is swapped out")
-        digests: dict[bytes, bytes] = {}  # of the slots of each wire block
-        swapped, stored = {}, []
-        for row, seq in zip(rows.tolist(), handles, strict=True):
-            num_tokens = int(cache.seq_lens(seq)[0])
-            slots, names = np.asarray(to_host(cache.slots(seq, 0, num_tokens))), []
-            for i in range(0, num_tokens, size):
-                part = slots[i : i + size]
-                if (digest := digests.get(part.tobytes())) is None:
-                    digest = digests[part.tobytes()] = os.urandom(_DIGEST_BYTES)
-                    stored.append((part, digest))
-                names += self._blocks.names(digest)
-            swapped[seq] = Swapped(num_tokens, *self._known(row, slots), names)
-        if not all(self._put(part, digest) for part, digest in stored):
-            self._patient.remove([name.key for _, digest in stored for name in self._blocks.names(digest)])
+        if (copies := self._store(rows, handles)) is None:
             return False
-        self._out |= swapped
+        self._out |= dict(zip(handles, copies, strict=True))
         try:
-            cache.truncate(handles, 0)
+            self.cache.truncate(handles, 0)
         except BaseException:
             for seq in handles:
-                if cache.seq_lens(seq)[0]:
+                if self.cache.seq_lens(seq)[0]:
                     del self._out[seq]
             raise
         return True
@@ -156,7 +168,7 @@ class SwapSpace:
         OutOfBlocksError
             Too few blocks are free. Nothing has changed.
         """
-        cache = self._cache
+        cache = self.cache
         _, handles = self._find(seqs)
         for seq in handles:
             if seq not in self._out:
@@ -172,61 +184,128 @@ class SwapSpace:
             )
         deadline, lens = self._patient.deadline(), []
         for seq in handles:
-            names = self._out[seq].names
-            found = self._patient.wait(self._patient.ask([name.key for name in names]), deadline)
-            try:
-                lens.append(self._put_back(seq, self._blocks.open(found, names)))
-            except BaseException:
-                cache.truncate(seq, 0)
-                raise
-            self._forget(seq)
+            lens.append(self._append(seq, self._out[seq], deadline))
+            del self._out[seq]
         return lens
+
+    def copy_out(self, seq: int) -> Swapped | None:
+        """Copy a sequence to the store, and leave it as it is.
+
+        Returns
+        -------
+        Swapped or None
+            What `copy_in` takes; the store drops the copy when you let go of it. None if the store has not taken it in
+            time.
+
+        Raises
+        ------
+        KeyError
+            The sequence was freed, or never existed.
+        """
+        copies = self._store(*self._find(seq))
+        return None if copies is None else copies[0]
+
+    def copy_in(self, seq: int, copy: Swapped) -> int:
+        """Append to a sequence what a copy has behind its tokens, as far as the store still has it.
+
+        Parameters
+        ----------
+        seq : int
+            A sequence that begins as the copy does, or is empty.
+        copy : Swapped
+            From `copy_out`.
+
+        Returns
+        -------
+        int
+            The length of the sequence.
+
+        Raises
+        ------
+        KeyError
+            The sequence was freed, or never existed.
+        OutOfBlocksError
+            Too few blocks are free. Nothing has changed.
+        """
+        return self._append(seq, copy, self._patient.deadline())
 
     def close(self) -> None:
         """End the threads that ask the store; sequences that are out cannot come back."""
         self._patient.close()
 
     def _find(self, seqs: Any) -> tuple[npt.NDArray[np.int64], list[int]]:
-        rows = self._cache._rows.handles.find_distinct(seqs)
-        return rows, self._cache._rows.handles.of(rows).tolist()
+        rows = self.cache._rows.handles.find_distinct(seqs)
+        return rows, self.cache._rows.handles.of(rows).tolist()
+
+    def _store(self, rows: npt.NDArray[np.int64], handles: list[int]) -> list[Swapped] | None:
+        """Copy sequences to the store; None if it has not taken all of them in time."""
+        size, deadline = self._blocks.wire.block_tokens, self._patient.deadline()
+        stored: dict[bytes, tuple[bytes, int]] = {}  # for the slots of a wire block: its digest, and whose it is
+        copies: list[Swapped] = []
+        for row, seq in zip(rows.tolist(), handles, strict=True):
+            num_tokens = int(self.cache.seq_lens(seq)[0])
+            slots = np.asarray(to_host(self.cache.slots(seq, 0, num_tokens)))
+            parts = [slots[i : i + size] for i in range(0, num_tokens, size)]
+            new = [part for part in parts if part.tobytes() not in stored]
+            stored |= {part.tobytes(): (os.urandom(_DIGEST_BYTES), len(copies)) for part in new}
+            digests, owners = zip(*[stored[part.tobytes()] for part in parts], strict=True) if parts else ((), ())
+            names = [name for digest in digests for name in self._blocks.names(digest)]
+            shares = tuple(copies[i] for i in {*owners} if i < len(copies))
+            copy = Swapped(num_tokens, *self._known(row, slots), names, shares)
+            of_new = [digest for digest, owner in zip(digests, owners, strict=True) if owner == len(copies)]
+            keys = [name.key for digest in of_new for name in self._blocks.names(digest)]
+            self._patient.remove_with(copy, keys)
+            copies.append(copy)
+            if not self._put(new, of_new, deadline):
+                return None
+        return copies
 
     def _known(self, row: int, slots: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int32]]:
         """How many tokens of a row are in blocks that can be found, and all that are known."""
-        chains = self._cache._rows.chains
+        chains = self.cache._rows.chains
         if chains is None:
             return 0, np.empty(0, np.int32)
         num_known = int(chains.num_known[row])
-        return int(chains.num_found[row]) * self._cache.block_size, chains.cache.tokens[slots[:num_known]]
+        return int(chains.num_found[row]) * self.cache.block_size, chains.cache.tokens[slots[:num_known]]
 
-    def _put(self, slots: npt.NDArray[np.int64], digest: bytes) -> bool:
-        names, blocks = self._blocks.read(slots, [digest])
-        return self._patient.put_now([name.key for name in names], blocks)
+    def _put(self, parts: list[npt.NDArray[np.int64]], digests: list[bytes], deadline: float) -> bool:
+        """Put wire blocks whose slots are given, of which only the last may be partly full."""
+        at_once = max(1, _AT_ONCE // self._blocks.bytes_of_all_heads)
+        for i in range(0, len(parts), at_once):
+            names, blocks = self._blocks.read(np.concatenate(parts[i : i + at_once]), digests[i : i + at_once])
+            if not self._patient.put_now([name.key for name in names], blocks, deadline):
+                return False
+        return True
 
-    def _put_back(self, seq: int, opened: list[npt.NDArray[np.uint8]]) -> int:
-        """Append what has come to a sequence; returns its length."""
-        out, cache, start = self._out[seq], self._cache, 0
-        stop = min(out.num_tokens, len(opened) // self._blocks.num_heads * self._blocks.wire.block_tokens)
-        for end, commits in ((out.num_committed, True), (len(out.tokens), False), (stop, False)):
-            count = min(end, stop) - start
-            if count <= 0:
-                continue
-            ids = out.tokens[start : start + count] if end <= len(out.tokens) else None
-            slots = to_host(cache.append(seq, count, tokens=ids))
-            self._blocks.write(slots, start, opened)
-            start += count
-            if commits:
-                cache.commit(seq)
+    def _append(self, seq: int, copy: Swapped, deadline: float) -> int:
+        """Append to a sequence what comes of a copy by the deadline; returns its length."""
+        cache, size, num_heads = self.cache, self._blocks.wire.block_tokens, self._blocks.num_heads
+        before = start = int(cache.seq_lens(seq)[0])
+        if start >= copy.num_tokens:
+            return start
+        first = start // size
+        names = copy.names[first * num_heads :]
+        opened = self._blocks.open(self._patient.wait(self._patient.ask([x.key for x in names]), deadline), names)
+        stop = min(copy.num_tokens, (first + len(opened) // num_heads) * size)
+        try:
+            for end, commits in ((copy.num_committed, True), (len(copy.tokens), False), (stop, False)):
+                count = min(end, stop) - start
+                if count <= 0:
+                    continue
+                ids = copy.tokens[start : start + count] if end <= len(copy.tokens) else None
+                slots = to_host(cache.append(seq, count, tokens=ids))
+                self._blocks.write(slots, start - first * size, opened)
+                start += count
+                if commits:
+                    cache.commit(seq)
+        except BaseException:
+            cache.truncate(seq, before)
+            raise
         return start
 
     def _forget_freed(self) -> None:
         for seq in [*self._out]:
             try:
-                self._cache.seq_lens(seq)
+                self.cache.seq_lens(seq)
             except KeyError:
-                self._forget(seq)
-
-    def _forget(self, seq: int) -> None:
-        """Remove the blocks of a sequence from the store, unless another one that is out has them, too."""
-        gone = {name.key for name in self._out.pop(seq).names}
-        shared = {name.key for other in self._out.values() for name in other.names}
-        self._patient.remove([*(gone - shared)])
+                del self._out[seq]

@@ -87,6 +87,13 @@ def test_a_pool_of_so_much_memory(memory, num_blocks):
     assert serve.build(serve.parse(["--memory", memory])).worker.engine.cache.stats().free == num_blocks
 
 
+def test_host_memory_for_requests_that_give_their_blocks_back():
+    engine = serve.build(serve.parse(["--swap", "1MiB"])).worker.engine
+    assert engine.scheduler._swapping._swap.cache is engine.cache
+    with pytest.raises(SystemExit, match=r"^store must be a number and a unit"):
+        serve.build(serve.parse(["--swap", "1 apple"]))
+
+
 @pytest.mark.parametrize("memory", ["0", "2 apples", "1.5", "nan"])
 def test_an_amount_of_memory_that_cannot_be(memory):
     with pytest.raises(SystemExit, match=r"^memory must be "):

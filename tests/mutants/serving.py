@@ -6,6 +6,7 @@ CACHE = "tests/integrations/transformers/test_cache.py::"
 ENGINE = "tests/integrations/transformers/test_engine.py::"
 RANKS = "tests/integrations/transformers/test_ranks.py::"
 MACHINE = "tests/scheduling/test_machine.py::TestPlainMachine"
+SWAPPING = "tests/scheduling/test_swapping.py::"
 
 MUTANTS = [
     Mutant(
@@ -55,6 +56,24 @@ MUTANTS = [
         "if found.lane != NOT_RUNNING and self._step is not None:",
         "if False:",
         "tests/scheduling/test_scheduler.py",
+    ),
+    Mutant(
+        "swapping: what comes back costs nothing",
+        "_typical(self._out) + missing * _typical(self._in)",
+        "_typical(self._out)",
+        SWAPPING + "test_a_token_costs_what_a_step_with_chunks_takes_longer",
+    ),
+    Mutant(
+        "swapping: a swap that did not pay is never tried again",
+        "if self._num_refused == _TRY_AGAIN:",
+        "if False:",
+        SWAPPING + "test_a_swap_is_tried_again_after_16_that_were_not",
+    ),
+    Mutant(
+        "swapping: restart keeps copies of other tokens",
+        "ids_of(tokens[number]), NOT_RUNNING, None",
+        "ids_of(tokens[number]), NOT_RUNNING, request.copy",
+        SWAPPING + "test_restart_computes_what_is_out_again_with_other_tokens",
     ),
     Mutant(
         "engine: tokens with logits that are not finite enter the prefix cache",

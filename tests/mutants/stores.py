@@ -83,9 +83,27 @@ MUTANTS = [
     ),
     Mutant(
         "swap: what was not committed can be found",
-        "(len(out.tokens), False)",
-        "(len(out.tokens), True)",
+        "(len(copy.tokens), False)",
+        "(len(copy.tokens), True)",
         "tests/stores/test_swap.py::test_what_could_be_found_can_be_found_again",
+    ),
+    Mutant(
+        "swap: what others share goes with its first owner",
+        "tuple(copies[i] for i in {*owners} if i < len(copies))",
+        "()",
+        "tests/stores/test_swap.py::test_what_sequences_share_is_stored_once",
+    ),
+    Mutant(
+        "swap: the store keeps copies that nobody has",
+        "self._patient.remove_with(copy, keys)",
+        "pass",
+        "tests/stores/test_swap.py::test_a_copy_leaves_the_sequence_as_it_is_and_is_removed_with_its_object",
+    ),
+    Mutant(
+        "patient: each call waits for a store that does not take",
+        "self._behind = taken",
+        "pass",
+        "tests/stores/test_swap.py::test_a_store_that_stalls_is_waited_for_once",
     ),
     Mutant(
         "saved: parts of two texts make one",

@@ -1,5 +1,8 @@
 """Scheduler against a twin in plain Python, and each request against its text alone."""
 
+import random
+from itertools import accumulate, count
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -11,8 +14,9 @@ from pagedkv.errors import OutOfBlocksError
 
 from ..memory.groups.tables import Listener
 from ..memory.prefix.router import Router
+from ..stores.test_prefixes import FAULTS
 from ..support.sizes import assert_sizes_follow
-from .toy import alone, forward, make_cache
+from .toy import alone, forward, make_cache, swap_of
 from .twin import Twin
 
 EOS = 7
@@ -24,7 +28,11 @@ class PlainMachine(RuleBasedStateMachine):
     """Without the prefix cache the twin says what each step is."""
 
     prefix_cache = False
+    swap, swaps, most_new = None, False, 14
     windows = (((None,), 0),)
+
+    def make_swap(self, cache, data):
+        return {}
 
     @initialize(
         data=st.data(),
@@ -55,11 +63,12 @@ class PlainMachine(RuleBasedStateMachine):
             watermark=watermark,
             aging=aging,
             eos_token_id=EOS,
+            **self.make_swap(self.cache, data),
         )
         self.budget, self.max_num_seqs = budget, max_num_seqs
         self.num_groups, windows = len(self.cache.groups), [group.window for group in self.cache.groups]
         watermark = int(np.ceil(watermark * num_blocks))
-        self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows, keep)
+        self.twin = Twin(num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows, keep, self.swaps)
         self.most = max(n for n in range(200) if sum(self.twin.peaks(n, budget)) <= num_blocks)
         self.texts, self.turns = {}, {}  # all tokens; the prompt of this turn and how many to generate
         self.idle, self.others = set(), []
@@ -76,7 +85,7 @@ class PlainMachine(RuleBasedStateMachine):
     @rule(data=st.data(), priority=st.integers(-1, 2), resumable=st.booleans(), salt=st.sampled_from([None, None, "a"]))
     def add(self, data, priority, resumable, salt):
         most = min(data.draw(st.sampled_from([8, 24])), self.most)
-        tokens, num_new = self.prompt(data, most), data.draw(st.integers(1, 14))
+        tokens, num_new = self.prompt(data, most), data.draw(st.integers(1, self.most_new))
         if len(tokens) + num_new - 1 > self.most:
             with pytest.raises(ValueError, match=f"a request can have {self.most} tokens in this cache"):
                 self.scheduler.add(tokens, num_new)
@@ -89,7 +98,7 @@ class PlainMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def extend(self, data):
         number = data.draw(st.sampled_from(sorted(self.idle)))
-        more, num_new = self.prompt(data, 6), data.draw(st.integers(1, 14))
+        more, num_new = self.prompt(data, 6), data.draw(st.integers(1, self.most_new))
         if len(self.texts[number]) + len(more) + num_new - 1 > self.most:
             with pytest.raises(ValueError, match="lower max_tokens, shorten the prompt"):
                 self.scheduler.extend(number, more, num_new)
@@ -250,6 +259,10 @@ class PlainMachine(RuleBasedStateMachine):
                 self.compute()
             assert self.texts.keys() == self.idle
             assert self.cache.stats().used == 0
+            if self.swap is not None:
+                self.swap._patient.flush()
+                assert len(self.store._slots) == 0
+                self.swap.close()
 
 
 class PrefixMachine(PlainMachine):
@@ -258,6 +271,33 @@ class PrefixMachine(PlainMachine):
     @invariant()
     def finds_what_it_tells(self):
         self.told.agrees_with(self.cache, (None, "a"))
+
+
+class SwapMachine(PlainMachine):
+    """With a store that loses nothing, and a clock by which a swap is always cheaper."""
+
+    swaps, most_new = True, 30
+
+    def make_swap(self, cache, data):
+        self.now, (self.swap, self.store) = 0, swap_of(cache)
+        return {"swap": self.swap, "clock": lambda: self.now}
+
+    def compute(self, *, leaves=False):
+        self.now += len(self.step.tokens) - len(self.step.requests)
+        super().compute(leaves=leaves)
+
+
+class FaultsMachine(PrefixMachine):
+    """With a store that fails at times, and any clock."""
+
+    most_new = 30
+
+    def make_swap(self, cache, data):
+        draws = random.Random(data.draw(st.integers(0, 2**32)))
+        faults = [lambda keys, blocks: blocks] * len(FAULTS) + [fault for fault, _ in FAULTS.values()]
+        self.swap, self.store = swap_of(cache, lambda keys, blocks: draws.choice(faults)(keys, blocks))
+        now = accumulate(draws.random() for _ in count())
+        return {"swap": self.swap, "clock": lambda: next(now)}
 
 
 class WindowsMachine(PlainMachine):
@@ -276,6 +316,14 @@ class LongPrefixMachine(PrefixMachine):
     pass
 
 
+class LongSwapMachine(SwapMachine):
+    pass
+
+
+class LongFaultsMachine(FaultsMachine):
+    pass
+
+
 class LongWindowsMachine(WindowsMachine):
     pass
 
@@ -288,6 +336,10 @@ TestPlainMachine = PlainMachine.TestCase
 TestPlainMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestPrefixMachine = PrefixMachine.TestCase
 TestPrefixMachine.settings = settings(max_examples=20, stateful_step_count=15)
+TestSwapMachine = SwapMachine.TestCase
+TestSwapMachine.settings = settings(max_examples=20, stateful_step_count=15)
+TestFaultsMachine = FaultsMachine.TestCase
+TestFaultsMachine.settings = settings(max_examples=20, stateful_step_count=15)
 TestWindowsMachine = WindowsMachine.TestCase
 TestWindowsMachine.settings = settings(max_examples=15, stateful_step_count=15)
 TestWindowsPrefixMachine = WindowsPrefixMachine.TestCase
@@ -296,6 +348,10 @@ TestLongMachine = pytest.mark.long(LongMachine.TestCase)
 TestLongMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
 TestLongPrefixMachine = pytest.mark.long(LongPrefixMachine.TestCase)
 TestLongPrefixMachine.settings = settings(max_examples=5_000, stateful_step_count=60)
+TestLongSwapMachine = pytest.mark.long(LongSwapMachine.TestCase)
+TestLongSwapMachine.settings = settings(max_examples=2_500, stateful_step_count=60)
+TestLongFaultsMachine = pytest.mark.long(LongFaultsMachine.TestCase)
+TestLongFaultsMachine.settings = settings(max_examples=2_500, stateful_step_count=60)
 TestLongWindowsMachine = pytest.mark.long(LongWindowsMachine.TestCase)
 TestLongWindowsMachine.settings = settings(max_examples=2_500, stateful_step_count=60)
 TestLongWindowsPrefixMachine = pytest.mark.long(LongWindowsPrefixMachine.TestCase)

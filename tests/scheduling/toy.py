@@ -5,6 +5,9 @@ from functools import cache as memoized
 import numpy as np
 
 import pagedkv
+from pagedkv.stores import HostStore, SwapSpace
+
+from ..stores.test_prefixes import FaultyStore
 
 VOCAB, HEAD_DIM = 50, 64
 EMBED = np.random.default_rng(0).standard_normal((VOCAB, 1, HEAD_DIM), np.float32)
@@ -13,6 +16,12 @@ COS, SIN = (f(np.outer(np.arange(4096), 0.1 ** np.arange(HEAD_DIM // 2))).astype
 
 def make_cache(num_blocks=64, block_size=4, windows=(None,), **options):
     return pagedkv.PagedKVCache(len(windows), num_blocks, block_size, 1, HEAD_DIM, windows=windows, **options)
+
+
+def swap_of(cache, fault=lambda keys, blocks: blocks, timeout=60.0):
+    """A space whose store does what a fault makes of it, and the store behind that one."""
+    store = HostStore(2**22, 2**14)
+    return SwapSpace(cache, FaultyStore(store, fault), block_tokens=8, timeout=timeout), store
 
 
 def forward(cache, step, windows=None):

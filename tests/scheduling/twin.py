@@ -12,6 +12,7 @@ class Text:
     max_len: int
     priority: int
     computed: int = 0
+    copied: int = 0
 
     @property
     def place(self):
@@ -23,12 +24,15 @@ class Text:
 
 
 class Twin:
-    def __init__(self, num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows=(None,), keep=0):
+    def __init__(
+        self, num_blocks, block_size, budget, max_num_seqs, watermark, aging, windows=(None,), keep=0, swaps=False
+    ):
         self.num_blocks, self.block_size, self.budget = num_blocks, block_size, budget
         self.max_num_seqs, self.watermark, self.aging = max_num_seqs, watermark, aging
         self.waiting, self.running, self.idle = [], [], []
         # How many tokens a query sees before its own, in each group of layers, and `keep` more.
         self.behind = [float("inf") if window is None else window - 1 + keep for window in windows]
+        self.swaps = swaps
         self.numbers, self.steps, self.preempted, self.taken = count(), 0, 0, 0
 
     def add(self, tokens, max_tokens, priority):
@@ -93,7 +97,7 @@ class Twin:
         preempted = False
         while self.needed(self.counts()) > self.num_free:
             text = self.running.pop()
-            text.computed = 0
+            text.computed, text.copied = 0, text.computed if self.swaps else 0
             self.waiting.append(text)
             self.preempted, preempted = self.preempted + 1, True
         self.waiting.sort(key=lambda text: text.place)
@@ -107,6 +111,7 @@ class Twin:
                     return "out of blocks"
                 break
             self.running.append(self.waiting.pop(0))
+            text.computed, text.copied = text.copied, 0
             self.running.sort(key=lambda text: text.place)
         if not self.running:
             return None

@@ -1,5 +1,8 @@
 """Sequences that are swapped out and in: the same K and V under the same handles, or less of them."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -97,6 +100,102 @@ def test_a_store_that_fails_takes_nothing_out():
     assert space.swap_out(seq)
     store.fault = fail
     assert space.swap_in(seq) == [0]
+
+
+def test_a_copy_leaves_the_sequence_as_it_is_and_is_removed_with_its_object():
+    cache, store = make_cache(), make_store()
+    space, seq = space_of(cache, store), cache.add(3 * W + 2).seq
+    fill(cache)
+    before = all_of(cache, seq)
+    copy = space.copy_out(seq)
+    np.testing.assert_array_equal(all_of(cache, seq), before)
+    for num_here in (0, 1, 2 * W, 3 * W + 1, 3 * W + 2):
+        other = cache.fork(seq)[0]
+        cache.truncate(other, num_here)
+        assert space.copy_in(other, copy) == 3 * W + 2
+        np.testing.assert_array_equal(all_of(cache, other), before)
+        cache.free(other)
+    assert len(store._slots) == 4 * 4
+    del copy
+    space._patient.flush()
+    assert len(store._slots) == 0
+
+
+def test_only_what_is_not_here_is_asked_for():
+    cache, asked = make_cache(), []
+    space = space_of(cache, FaultyStore(make_store(), lambda keys, found: asked.append(len(keys)) or found))
+    seq = cache.add(4 * W).seq
+    copy = space.copy_out(seq)
+    asked.clear()
+    assert space.copy_in(seq, copy) == 4 * W
+    cache.truncate(seq, 2 * W + 1)
+    assert space.copy_in(seq, copy) == 4 * W
+    assert asked == [2 * 4]
+
+
+def test_a_listener_that_raises_leaves_the_sequence_as_it_was():
+    failing = []
+    cache = make_cache(8, events=lambda event: failing and 1 / 0)
+    space, seq = space_of(cache), committed(cache, text(4 * W + 1))
+    copy = space.copy_out(seq)
+    cache.free(seq)
+    cache.free(committed(cache, text(8 * W, seed=1)))
+    seq = cache.add(1).seq
+    failing.append(True)
+    with pytest.raises(ZeroDivisionError):
+        space.copy_in(seq, copy)
+    assert cache.seq_lens(seq) == [1]
+    cache.check()
+
+
+def test_a_store_that_stalls_is_waited_for_once():
+    goes_on = threading.Event()
+    store = FaultyStore(make_store(), lambda keys, found: goes_on.wait() and found)
+    cache = make_cache()
+    seq = cache.add(2 * W).seq
+    space = SwapSpace(cache, store, block_tokens=W, timeout=0.05)
+    begin = time.monotonic()
+    assert not space.swap_out(seq)
+    first = time.monotonic()
+    assert not any(space.swap_out(seq) for _ in range(10))
+    assert first - begin < 5
+    assert time.monotonic() - first < 0.04
+    goes_on.set()
+    while not space.swap_out(seq):
+        pass
+    assert space.swap_in(seq) == [2 * W]
+    space._patient.flush()
+    assert len(store.store._slots) == 0
+
+
+def test_many_blocks_are_waited_for_together():
+    """Of a store that takes its time with each call, which is less than the time-out."""
+    cache = make_cache()
+    seqs = [cache.add(W).seq for _ in range(20)]
+    store = FaultyStore(make_store(), lambda keys, found: time.sleep(0.05) or found)
+    space = SwapSpace(cache, store, block_tokens=W, timeout=0.2)
+    begin = time.monotonic()
+    assert not space.swap_out(seqs)
+    assert time.monotonic() - begin < 0.6
+
+
+def test_host_memory_in_place_of_a_store():
+    cache = make_cache()
+    seq = cache.add(2 * W).seq
+    space = SwapSpace(cache, "1MiB", block_tokens=W)
+    assert space.swap_out(seq)
+    assert space.swap_in(seq) == [2 * W]
+    with pytest.raises(ValueError, match=r"store must be a number and a unit of B, KB, .*, got '1 pound'"):
+        SwapSpace(cache, "1 pound")
+    with pytest.raises(ValueError, match="capacity must be at least"):
+        SwapSpace(cache, 100)
+    with pytest.raises(TypeError, match=r"store\.get must be a method, as of a BlockStore"):
+        SwapSpace(cache, [])
+
+
+def test_windows_are_refused():
+    with pytest.raises(ValueError, match="cache must have one group of layers, without a window, got "):
+        SwapSpace(make_cache(windows=4 * W), "1MiB")
 
 
 def test_refusals_change_nothing():

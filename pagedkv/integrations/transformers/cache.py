@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from inspect import Parameter, signature
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
 from .models import kv_shape, kv_windows, num_ranks, require_supported, uncompiled
+
+if TYPE_CHECKING:
+    from ...stores import SwapSpace
 
 _FROM_MASK = (
     "generate makes them from attention_mask, which must have a column for each token, those in the cache too; call "
@@ -50,6 +53,20 @@ def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: in
             del made
             made = PagedKVCache(num_layers, fewest, *sizes[2:], **options | {"memory": None})
     return made
+
+
+def make_swap_space(model: PreTrainedModel, cache: PagedKVCache, store: Any) -> SwapSpace | None:
+    """Make a SwapSpace for a model's cache, if there is a store; refused where ranks share the model."""
+    if store is None:
+        return None
+    if num_ranks(model) > 1:
+        raise ValueError(
+            "swap must be None for a model on several ranks: each of them would measure other times, and take other "
+            "steps than the others"
+        )
+    from ...stores import SwapSpace  # which nobody else needs
+
+    return SwapSpace(cache, store)
 
 
 class PagedCache(Cache):

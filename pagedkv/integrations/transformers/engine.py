@@ -15,7 +15,7 @@ from ...memory.arguments import MAX_INT32, as_int, as_ints
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
-from .cache import make_kv_cache, require_options
+from .cache import make_kv_cache, make_swap_space, require_options
 from .models import num_ranks, require_positions, require_supported, text_config, uncompiled
 from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import EngineRequest
@@ -90,6 +90,9 @@ class Engine:
         As in :class:`~pagedkv.Scheduler`.
     eos_token_id : int, sequence of int, or None
         Tokens that end a text; by default those of the model's generation_config.
+    swap : str, int, float, BlockStore or None
+        Where K and V of a preempted request wait if that takes less time than computing them again, as
+        :class:`~pagedkv.Scheduler` has it: host memory, "4GiB" say, or a store.
     **options
         Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ... The windows
         of the layers are those of the model.
@@ -139,6 +142,7 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
+        swap: Any = None,
         **options: Any,
     ) -> None:
         require_options(type(self), options)
@@ -158,7 +162,8 @@ class Engine:
         block_size = as_int("block_size", block_size, minimum=1, maximum=context or MAX_INT32)
         most = context and context - context % block_size  # whole blocks, and no position beyond
         self.cache = make_kv_cache(model, num_blocks, block_size, **{"memory": memory, "max_seq_len": most} | options)
-        self.scheduler = Scheduler(self.cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        of_steps: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
+        self.scheduler = Scheduler(self.cache, **of_steps, swap=make_swap_space(model, self.cache, swap))
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
@@ -169,7 +174,7 @@ class Engine:
             from .ranks import Ranks  # it imports torch.distributed
 
             of_cache = {name: getattr(self.cache, name) for name in ("block_size", "max_seqs", "max_seq_len")}
-            of_steps = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs or 0}
+            of_steps["max_num_seqs"] = max_num_seqs or 0
             self._ranks = Ranks(model.device, prefix_cache=self.cache.prefix_cache, **of_cache, **of_steps)
         self._is_busy = False  # in the middle of a call
         self._is_interrupted = False  # a call began to change the scheduler, and did not end

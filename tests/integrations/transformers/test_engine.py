@@ -60,8 +60,9 @@ def finish(engine):
         {},
         {"max_num_batched_tokens": 10, "max_num_seqs": 4},
         {"num_blocks": 13, "block_size": 4, "prefix_cache": False},
+        {"num_blocks": 13, "block_size": 4, "prefix_cache": False, "swap": "1MiB"},
     ],
-    ids=["together", "in chunks", "in a pool that is too small for all"],
+    ids=["together", "in chunks", "in a pool that is too small for all", "in one and host memory"],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_greedy_tokens_are_those_of_generate(model, expected, options, device):
@@ -71,6 +72,7 @@ def test_greedy_tokens_are_those_of_generate(model, expected, options, device):
     assert [tokens[request] for request in requests] == expected
     assert set(reasons.values()) == {"length"}
     assert (engine.scheduler.num_preempted > 0) == (options.get("num_blocks") == 13)
+    assert (engine.scheduler.num_swapped > 0) == ("swap" in options)
     assert (engine.cache.stats().hit_tokens > 0) == options.get("prefix_cache", True)
 
 

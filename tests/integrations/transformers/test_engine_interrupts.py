@@ -12,7 +12,7 @@ from ...support.interrupts import Interrupt
 from .models import make_model
 
 ROOMS = [f"pagedkv/integrations/transformers/{name}" for name in ("engine", "request", "stream")]
-ROOMS += ["pagedkv/scheduling", "pagedkv/memory", "pagedkv/cache.py"]
+ROOMS += ["pagedkv/scheduling", "pagedkv/memory", "pagedkv/cache.py", "pagedkv/stores/swap.py"]
 COMMON = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -42,7 +42,10 @@ class Disturbed:
     def __init__(self, model, seed):
         self.random = random.Random(seed)
         budget = self.random.choice([4, 64])
-        self.engine = Engine(model, num_blocks=24, block_size=4, max_num_batched_tokens=budget)
+        options = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": budget}
+        if model.config.model_type == "llama":  # the other one has windows
+            options |= {"num_blocks": 8, "swap": self.random.choice([None, "1MiB"])}
+        self.engine = Engine(model, **options)
         self.asked, self.said, self.streams, self.interrupts = {}, {}, [], []
 
     def call(self, method, *args):
@@ -119,6 +122,9 @@ def disturb(model, undisturbed, seed):
         assert one.said[number] == undisturbed(*request), (number, one.interrupts)
     assert one.engine.cache.num_free == num_free, one.interrupts
     assert one.engine.cache.num_seqs == 0
+    if (swapping := one.engine.scheduler._swapping) is not None:
+        swapping._swap._patient.flush()
+        assert len(swapping._swap._patient._store._slots) == 0, one.interrupts
     return one.interrupts
 
 

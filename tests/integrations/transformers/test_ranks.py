@@ -4,6 +4,7 @@ import pytest
 from transformers.distributed import DistributedConfig
 
 from pagedkv.integrations.transformers import Engine
+from pagedkv.integrations.transformers.cache import make_swap_space
 from pagedkv.integrations.transformers.models import heads_divided_by, kv_shape, require_supported
 from pagedkv.integrations.transformers.ranks import join_ranks
 
@@ -27,6 +28,11 @@ def test_a_rank_has_its_share_of_the_heads_that_the_plan_divides():
     for family in ("Phi3", "GptOss"):
         assert heads_divided_by(sharded(family, 4)) == 1
         assert kv_shape(sharded(family, 4))[1] == 2
+
+
+def test_ranks_do_not_swap():
+    with pytest.raises(ValueError, match="swap must be None for a model on several ranks: each of them would measure"):
+        make_swap_space(sharded("Qwen3", 2), None, "1MiB")
 
 
 @pytest.mark.parametrize(
