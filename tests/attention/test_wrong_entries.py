@@ -173,6 +173,17 @@ def test_block_ids_within_padding_are_not_looked_at(kernel, open_device):
     assert_checked_from(100, problem, kernel, open_device)
 
 
+@each_kernel(PREFILL_CORES)
+def test_rows_within_padding_look_up_no_block(kernel, open_device):
+    """A tile of them, which ends before the first key that anyone sees."""
+    spec = {"seq_lens": (63,), "query_lens": (63,), "block_size": 4, "leftpad": True}
+    problem = kernel.build(**spec, poison="zero")
+    problem.options["leftpad"][0] = 20
+    expected = kernel.attend(problem, open_device)
+    problem.block_tables[0, : 20 // 4] = 2**30
+    assert_same_bits(kernel.attend(problem, open_device), expected)
+
+
 @each_kernel(*BOTH_PREFILLS, long=LONG)
 def test_nothing_before_the_windows_of_a_chunk_is_looked_up_or_counts(kernel, open_device):
     """Blocks that have been given away, and NaN where the first window's tile begins."""

@@ -207,7 +207,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         clear(o, SUMS)
         state[0], state[1] = NONE, float32(0)
         first = uint32(uint32(low // uint32(ROWS)) * uint32(ROWS))
-        while first <= last:
+        while low <= last and first <= last:  # rows within padding see no key, and its block ids may be anything
             cuda.syncthreads()
             find_rows(rows, table, first, low, last, uint32(block_size), k_strides, v_strides, thread)
             cuda.syncthreads()
