@@ -18,7 +18,6 @@ from ..device.conversions import narrow, unpack
 from ..device.intrinsics.thread import (
     address,
     bits_float,
-    float_bits,
     load_16,
     store_1,
     store_2,
@@ -32,9 +31,6 @@ from ..device.sizes import ELEMENT_BITS
 from ..device.source import KernelSource, device_function
 from .rotated_keys import make_rotate
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
-
-# NaN without its sign, as the CPU's conversions write it; float16 keeps as much of the payload as fits.
-_NAN = {"float16": 0x7C00, "bfloat16": 0x7FC0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,26 +225,11 @@ def _make_convert(kind: str, hardware_fp8: bool) -> Any:
     """The device function (float32, scale) -> bits of an element; only fp8 has a scale."""
     if kind == "float32":
         return None
-    round_ = narrow(kind, hardware_fp8)
-    # Arithmetic on a GPU loses the sign of a NaN.
-    if kind.startswith("fp8"):
-
-        @device_function
-        def divide_and_round(x, scale):
-            return uint32(round_(float32(x / scale)) | uint32(float_bits(x) >> uint32(24)) & uint32(0x80))
-
-        return divide_and_round
-    is_float16, nan = kind == "float16", uint32(_NAN[kind])
+    round_, is_fp8 = narrow(kind, hardware_fp8), kind.startswith("fp8")
 
     @device_function
     def convert(x, scale):
-        code = round_(x)
-        bits = float_bits(x)
-        if uint32(bits & uint32(0x7FFFFFFF)) > uint32(0x7F800000):
-            code = uint32(uint32(bits >> uint32(16)) & uint32(0x8000) | nan)
-            if is_float16:
-                code = uint32(code | max(uint32(uint32(bits >> uint32(13)) & uint32(0x3FF)), uint32(1)))
-        return code
+        return round_(float32(x / scale)) if is_fp8 else round_(x)
 
     return convert
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 
 import pagedkv
-from pagedkv import reference
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import blocks
@@ -18,7 +17,7 @@ from pagedkv.layouts import cache_shapes
 from pagedkv.validation.caches import write_call
 
 from ...machine_code.sass import code_of
-from ...support.bits import bits
+from ...support.bits import assert_same_bits_but_of_nan, bits
 from ...support.devices import emulator
 from ...support.problems import FLOATS
 from ...support.rotary_cases import tables_of
@@ -97,17 +96,11 @@ def test_the_bits_of_both_operations(config, layout, shape, strides, wide, seed,
         blocks.write_kv(device, call)
         raise_if_failed([device])
     for name, wanted in zip(("k_cache", "v_cache"), expected, strict=True):
-        is_nan = nan_of(wanted, config.kind)
-        np.testing.assert_array_equal(nan_of(arguments[name], config.kind), is_nan)
-        np.testing.assert_array_equal(bits(arguments[name])[~is_nan], bits(wanted)[~is_nan])
+        assert_same_bits_but_of_nan(arguments[name], wanted, config.kind)
     footprint = device.launches[-1].footprint
     if footprint is not None:
         for name in ("k", "v", "cos", "sin"):
             footprint.expect(name, written=False)
-
-
-def nan_of(cache, kind):
-    return np.isnan((cache.view(reference.FP8_DTYPES[kind]) if cache.dtype == np.uint8 else cache).astype(np.float32))
 
 
 @pytest.mark.parametrize("config", [*CONFIGS, OF_A_MODEL], ids=str)
