@@ -53,5 +53,6 @@ def test_the_forward_pass_takes_all_arrays_from_one_module():
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3"])
 def test_the_tokens_are_those_of_the_cpu(kv_dtype):
     done = run("def main(", "class Queue:", "--samples", "2", "--device", "cuda", "--kv-dtype", kv_dtype)
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("pagedkv: compiling the kernel ")]
+    assert (done.returncode, said) == (0, [])
     assert "tokens match a run with contiguous caches" in done.stdout

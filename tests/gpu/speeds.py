@@ -112,6 +112,9 @@ class Speeds:
             arrays, options = self.paged(cell)
             call = partial(pagedkv.decode_attention, q, *arrays, **options, out=torch.empty_like(q))
             self.report("decode", cell, "split", gigabytes, "GB/s", call)
+            starts = torch.arange(cell.num_seqs + 1, dtype=torch.int32, device=self.device)
+            call = partial(pagedkv.prefill_attention, q, *arrays, starts, **options, out=torch.empty_like(q))
+            self.report("decode", cell, "prefill", gigabytes, "GB/s", call)
             if kind == cell.kind:
                 dense = [self.normal(cell.num_seqs, KV_HEADS, cell.length, cell.head_dim, like=kind) for _ in "kv"]
                 rows = q.reshape(cell.num_seqs, KV_HEADS, -1, cell.head_dim)  # the heads of a KV head as its queries
