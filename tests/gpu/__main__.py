@@ -115,13 +115,13 @@ def second(is_dry: bool) -> list[Step]:
         commands.environment(),
         Step("instructions", 70, commands.pytest(*instructions, markers="not late", workers=16)),
         Step("tests", 100, commands.pytest(*others, markers=USUAL, workers=16)),
-        Step("races", 45, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
         Step("late", 20, commands.pytest("tests/emulator/machine/test_warp.py", markers="late", workers=2)),
-        Step("decode", 90, bench("decode", "headline", "one", "kernelbench", "fp8", subjects=[*own, *dense])),
+        Step("decode", 75, bench("decode", "headline", "one", "kernelbench", "fp8", subjects=[*own, *dense])),
         Step("launch", 25, bench("decode", "launch", subjects=own[:1])),
-        Step("prefill", 60, bench("prefill", "prompt", "verify", "dims", subjects=["prefill NHD", "SDPA"])),
-        Step("peers", 70, bench("decode", "headline", "one", subjects=[*own[:1], "Triton"])),
+        Step("prefill", 50, bench("prefill", "prompt", "verify", "dims", subjects=["prefill NHD", "SDPA"])),
+        Step("peers", 55, bench("decode", "headline", "one", subjects=[*own[:1], "Triton"])),
         Step("compiled", 50, bench("decode", "headline", subjects=[*own[:1], "FlexAttention"])),
+        Step("races", 90, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
         Step("same", 400, commands.pytest("tests/kernels/same", markers="not late", workers=16)),
     ]
 
