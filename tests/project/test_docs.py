@@ -58,7 +58,7 @@ def test_readme_has_two_set_up_commands():
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_trace", "record_pool"]
+DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_gpu", "draw_trace", "record_pool"]
 
 
 @pytest.mark.parametrize("module", DRAWN)
@@ -68,7 +68,7 @@ def test_drawings_are_up_to_date(monkeypatch, module):
         assert (ROOT / "docs" / "images" / file).read_text(encoding="utf-8") == draw(), f"run docs/scripts/{module}.py"
 
 
-@pytest.mark.parametrize("module", ["draw_performance", "draw_trace"])
+@pytest.mark.parametrize("module", ["draw_performance", "draw_gpu", "draw_trace"])
 def test_figures_are_up_to_date(monkeypatch, module):
     monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
     drawn = importlib.import_module(module)

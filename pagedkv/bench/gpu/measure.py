@@ -81,6 +81,7 @@ def columns(gpu: Gpu, result: Contest, name: str, num_bytes: int | None, limit: 
     return {
         "subject": name,
         "us": seconds and seconds * 1e6,
+        "host us": median([each.host_seconds for each in samples]) * 1e6 if samples else None,
         "spread": result.spread(name),
         "GB/s": bandwidth,
         "read GB/s": limits.get(READ),
