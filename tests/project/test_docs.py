@@ -111,7 +111,7 @@ def test_sums_are_cut_where_the_numerics_page_says():
 
 def test_what_is_to_be_confirmed_on_a_gpu_can_be_run():
     page = (ROOT / "docs" / "development" / "testing-on-a-gpu.md").read_text()
-    listed = page.partition("## First things to confirm on hardware")[2].partition("\n## ")[0]
+    listed = page.partition("## What is left to confirm")[2].partition("\n## ")[0]
     commands = re.findall(r'pytest -m gpu (tests/[\w/.]+)(?: -k ("[^"]*"|\w+))?', listed)
     assert len(commands) >= 8
     for where, words in commands:
