@@ -90,6 +90,11 @@ class SwapSpace:
     [40]
     >>> cache.seq_lens(seq)
     array([40], dtype=int32)
+
+    For the requests that a scheduler preempts:
+
+    >>> from pagedkv import Scheduler
+    >>> scheduler = Scheduler(cache, swap=space)
     """
 
     def __init__(
