@@ -17,7 +17,7 @@ from ..memory.sizing import bytes_of
 from .blocks import CacheBlocks
 from .host import HostStore
 from .patient import PatientStore
-from .store import BlockStore
+from .store import BlockStore, require_room
 from .wire import BLOCK_TOKENS, Name
 
 _AT_ONCE = 2**24  # bytes that are put at a time
@@ -110,6 +110,7 @@ class SwapSpace:
         if isinstance(store, (str, int, float)):
             capacity = bytes_of("store", store, Arrays("numpy"))
             store = HostStore(capacity, self._blocks.wire.block_bytes)
+        require_room(store, self._blocks.wire.block_bytes, self._blocks.num_heads)
         self.cache = cache
         self._patient = PatientStore(store, timeout, max_pending_bytes=0)
         self._out: dict[int, Swapped] = {}

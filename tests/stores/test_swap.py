@@ -193,6 +193,11 @@ def test_host_memory_in_place_of_a_store():
         SwapSpace(cache, [])
 
 
+def test_a_store_without_room_for_one_wire_block_is_refused():
+    with pytest.raises(ValueError, match="store must have a capacity of at least"):
+        SwapSpace(make_cache(), HostStore(3200, 3200), block_tokens=W)
+
+
 def test_windows_are_refused():
     with pytest.raises(ValueError, match="cache must have one group of layers, without a window, got "):
         SwapSpace(make_cache(windows=4 * W), "1MiB")
