@@ -46,7 +46,7 @@ def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
     families: list[tuple[str, str, str, dict[str, float]]] = [
         ("requests_total", "counter", "requests by how they ended", {f'end="{end}"': counts[end] for end in ends}),
         ("tokens_generated_total", "counter", "tokens that were sent", {"": counts["tokens"]}),
-        ("prompt_tokens_total", "counter", "tokens of prompts that were started", {"": stats.queried_tokens}),
+        ("prompt_tokens_total", "counter", "tokens of prompts looked up for a prefix", {"": stats.queried_tokens}),
         ("prefix_hit_tokens_total", "counter", "those found in the prefix cache", {"": stats.hit_tokens}),
         ("preemptions_total", "counter", "requests that gave their blocks back", {"": scheduler.num_preempted}),
         ("swaps_total", "counter", "those of them that were swapped out", {"": scheduler.num_swapped}),

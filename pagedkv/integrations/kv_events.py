@@ -206,7 +206,11 @@ def _open(
     try:
         (socket.bind if binds else socket.connect)(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"{name} {endpoint} cannot be had ({error.strerror}): choose another") from None
+        raise OSError(
+            error.errno,
+            f"{name} {endpoint} cannot be had ({error.strerror}): choose another, as in tcp://*:5557; publishers on "
+            "one machine take a data_parallel_rank each, which is added to the port",
+        ) from None
     return socket
 
 

@@ -113,7 +113,9 @@ class Scheduler:
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
         if swap is not None and getattr(swap, "cache", None) is not cache:
-            raise ValueError(f"swap must be a SwapSpace of the scheduler's cache, got {swap!r}")
+            raise ValueError(
+                f"swap must be a SwapSpace of the scheduler's cache, got {swap!r}: pass SwapSpace(cache, '4GiB'), say"
+            )
         require_callable("clock", clock, "a function that returns seconds")
         if not 0 <= watermark <= 1:
             raise ValueError(f"watermark must be from 0 to 1, got {watermark}")

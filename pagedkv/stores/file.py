@@ -225,4 +225,7 @@ def _hold(file: BinaryIO, path: Path) -> None:
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise BlockingIOError(f"path must be a file that no other store has open, got {path}") from error
+        raise BlockingIOError(
+            f"path must be a file that no other store has open, got {path}: close that one, take another path, or a "
+            "RedisStore, which many processes share"
+        ) from error

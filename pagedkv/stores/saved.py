@@ -127,14 +127,17 @@ class SavedSequences:
         ------
         KeyError
             No sequence is saved under this name with this salt, or the store does not say so in time.
-        OutOfBlocksError, CapacityError
-            As `PagedKVCache.add`.
+        ValueError, OutOfBlocksError, CapacityError
+            As `PagedKVCache.add`: the cache has no room for so many tokens, ever or now.
         """
         _require_name(name)
         prefixes = self._prefixes
         numbers = self._numbers(name, root_digest(salt))
         if numbers is None:
-            raise KeyError(f"no sequence is saved as {name!r} with this salt")
+            raise KeyError(
+                f"no sequence is saved as {name!r} with this salt: give the salt, model and dtype of the one saved; "
+                "a store that is closed, or late, finds nothing"
+            )
         starts, tokens = np.split(numbers, [len(prefixes.windows)])
         added = prefixes.bring(tokens, salt, starts.tolist())
         if added is None:

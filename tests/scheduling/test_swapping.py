@@ -282,7 +282,9 @@ def test_what_is_out_stays_out_if_it_takes_longer_to_come_back():
 def test_the_swap_is_of_the_scheduler_s_cache():
     swap, _ = swap_of(make_cache())
     for wrong in (swap, 7):
-        with pytest.raises(ValueError, match="swap must be a SwapSpace of the scheduler's cache, got "):
+        with pytest.raises(
+            ValueError, match=r"swap must be a SwapSpace of the scheduler's cache, got .*: pass SwapSpace\(cache"
+        ):
             pagedkv.Scheduler(make_cache(), swap=wrong)
     with pytest.raises(TypeError, match="clock must be a function that returns seconds, got 7"):
         pagedkv.Scheduler(make_cache(), clock=7)

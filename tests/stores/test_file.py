@@ -76,7 +76,9 @@ def test_blocks_outlive_the_store(path):
 def test_one_store_at_a_time_has_the_file(path):
     with FileStore(path, **SIZES) as store:
         put(store, 1)
-        with pytest.raises(BlockingIOError, match=r"path must be a file that no other store has open, got .*blocks"):
+        with pytest.raises(
+            BlockingIOError, match=r"path must be a file that no other store has open, got .*blocks: close that one"
+        ):
             FileStore(path, **SIZES)
         assert here(store) == [1]
     for call in (lambda: store.get([]), lambda: store.put([], []), lambda: store.remove([])):

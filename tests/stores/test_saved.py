@@ -44,7 +44,7 @@ def test_names_and_salts_are_told_apart():
     restore = saved_in(make_cache(), store).restore
     np.testing.assert_array_equal(restore("another chat", "a").tokens, other)
     for name, salt in (("a chat", None), ("a chat", "b"), ("no chat", "a")):
-        with pytest.raises(KeyError, match=f"no sequence is saved as '{name}' with this salt"):
+        with pytest.raises(KeyError, match=f"no sequence is saved as '{name}' with this salt: give the salt, "):
             restore(name, salt)
 
 

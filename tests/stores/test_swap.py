@@ -187,7 +187,7 @@ def test_host_memory_in_place_of_a_store():
     assert space.swap_in(seq) == [2 * W]
     with pytest.raises(ValueError, match=r"store must be a number and a unit of B, KB, .*, got '1 pound'"):
         SwapSpace(cache, "1 pound")
-    with pytest.raises(ValueError, match="capacity must be at least"):
+    with pytest.raises(ValueError, match=r"store must have room for \d+ bytes, .*, got 100: give it more"):
         SwapSpace(cache, 100)
     with pytest.raises(TypeError, match=r"store\.get must be a method, as of a BlockStore"):
         SwapSpace(cache, [])
