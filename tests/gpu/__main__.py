@@ -83,7 +83,8 @@ class Commands:
 def first(is_dry: bool) -> list[Step]:
     """Does it load, is it right, how fast."""
     commands = Commands(is_dry)
-    facts = "nvidia-smi", f"{sys.executable} -m pip freeze", f"{sys.executable} -m pagedkv info"
+    own = [f"{sys.executable} -m {command}" for command in ("pip freeze", "pagedkv info")]
+    facts = "nvidia-smi", "nvidia-smi conf-compute -f", "lscpu", *own
     right = "tests/gpu/test_families.py", "tests/test_on_a_gpu.py"
     return [
         Step("machine", 20, ["bash", "-c", "; ".join(facts)]),
@@ -91,6 +92,7 @@ def first(is_dry: bool) -> list[Step]:
         Step("right", 130, commands.pytest(*right, markers=USUAL, workers=12)),
         Step("decode", 45, commands.speeds("decode")),
         Step("prefill", 40, commands.speeds("prefill")),
+        Step("host", 25, commands.speeds("host")),
         commands.counted("decode", "split"),
         commands.counted("prefill", "prefill"),
         commands.counted("prefill", "prefill_wgmma"),

@@ -1,5 +1,7 @@
 """How fast decode or prefill is, within seconds, beside torch's SDPA: ``python -m tests.gpu.speeds [--dry] OPERATION``.
 
+``host`` says what a call takes on the host, and which part of it takes how long.
+
 `pagedkv bench` takes its time, and compares results; this appends each figure to the results as soon as it has it.
 ``--dry`` runs a little of it in the emulator, whose figures say nothing.
 """
@@ -9,8 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import mean
 from time import perf_counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,12 +23,14 @@ from torch.nn.functional import scaled_dot_product_attention
 import pagedkv
 from pagedkv.bench.contest import median
 from pagedkv.bench.gpu.device import open_gpu
-from pagedkv.bench.gpu.measure import on_gpu
+from pagedkv.bench.gpu.measure import on_gpu, sample
+from pagedkv.cuda.driver import CudaDevice
 
 from ..bench.gpu.fake_gpu import FakeGpu
 from . import results
 
 BLOCK, HEADS, KV_HEADS, SAMPLES = 16, 32, 8, 5
+CALLS = 200  # in a row: fewer than the driver queues
 
 
 class Cell(NamedTuple):
@@ -47,6 +53,7 @@ CELLS = {
         *(Cell(8, 4096, 128, "float16"), Cell(1, 16384, 128, "float16"), Cell(4, 4096, 64, "float16")),
         Cell(4, 4096, 256, "bfloat16"),
     ],
+    "host": [Cell(1, 64, 128, "bfloat16")],
 }
 # Prefill, and backends of torch.
 SUBJECTS = {"prefill": None, "SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
@@ -70,6 +77,7 @@ class Speeds:
         self.gpu = OnTheHost("torch") if is_dry else open_gpu()
         self.device = "cpu" if is_dry else "cuda"
         self.options = {"backend": "emulator"} if is_dry else {}
+        self.calls = 2 if is_dry else CALLS
 
     def seconds(self, call: Callable[[], Any]) -> float:
         take = on_gpu(self.gpu)(call)
@@ -138,6 +146,51 @@ class Speeds:
                     arrays, options = self.paged(cell)
                     call = partial(pagedkv.prefill_attention, q, *arrays, starts, **options, out=torch.empty_like(q))
                 self.report("prefill", cell, subject, 4e-12 * cell.head_dim * HEADS * pairs, "TFLOP/s", call)
+
+    def host(self, cells: Sequence[Cell]) -> None:
+        """What a repeated call takes on the host, and its parts.
+
+        Beside them, a loop of Python tells how fast the host is, and an operation of torch's what its driver takes.
+        """
+        (cell,) = cells
+        q, launched = self.normal(cell.num_seqs, HEADS, cell.head_dim, like=cell.kind), []
+        arrays, options = self.paged(cell)
+        call = partial(pagedkv.decode_attention, q, *arrays, **options, out=torch.empty_like(q))
+        call()
+        with mock.patch.object(CudaDevice, "launch", lambda *given: launched.append(given)):
+            call()
+        # Only a call whose plan is known launches so.
+        results.append(speed="host", subject="launches of a repeated call", number=len(launched))
+        self.report_host("decode_attention", call)
+        dense = [self.normal(cell.num_seqs, KV_HEADS, cell.length, cell.head_dim, like=cell.kind) for _ in "kv"]
+        rows = q.reshape(cell.num_seqs, KV_HEADS, -1, cell.head_dim)
+        self.report_host("SDPA", partial(scaled_dot_product_attention, rows, *dense))
+        self.report_host("neg_ of torch", q.neg_)
+        self.report_host("1000 turns of a loop", lambda: [None for _ in range(1000)])
+        for device, *given in launched:  # none in the emulator
+            kernel, grid, args, shared_bytes = given
+            prepared = device._prepared[kernel, grid, shared_bytes]
+            self.report_host("its launch", partial(CudaDevice.launch, device, *given))
+            self.report_host("cuda.core's launch", partial(device._launch, device._stream, *prepared, *args))
+            self.report_host("cuCtxGetCurrent", device._gpu.driver.cuCtxGetCurrent)
+            self.report_host("torch's stream", lambda: torch.cuda.current_stream(q.device).cuda_stream)
+        with mock.patch.object(CudaDevice, "launch"):
+            self.report_host("all but its launch", call)
+
+    def report_host(self, subject: str, call: Callable[[], Any]) -> None:
+        """Append what a call takes on the host: in a row, by the first and the last of them, and behind a flush."""
+        call()
+        self.gpu.synchronize()
+        taken = []
+        for _ in range(self.calls):
+            begin = perf_counter()
+            call()
+            taken.append((perf_counter() - begin) * 1e6)
+        self.gpu.synchronize()
+        flushed = [sample(self.gpu, call, 10).host_seconds * 1e6 for _ in range(SAMPLES)]
+        row = {"speed": "host", "device": self.gpu.facts["device"], "subject": subject, "us": median(taken)}
+        row |= {"first us": taken[0], "mean us": mean(taken), "most us": max(taken)}
+        results.append(**row, **{"behind a flush us": median(flushed)})
 
 
 def main() -> None:
