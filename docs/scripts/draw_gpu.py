@@ -56,8 +56,8 @@ def gpu() -> str:
     names = {"torch": head["torch"], "Triton": head["triton"], "NumPy": it["numpy"], "numba": it["numba"]}
     return (
         f"{it['date']}: an {head['device']}, driver {head['driver']}, CUDA {head['CUDA']}, Python {it['python']}, "
-        f"{', '.join(f'{name} {version}' for name, version in names.items())}. A kernel that only reads 1 GiB takes in "
-        f"{head['read GB/s']:.0f} GB/s.\n"
+        f"{', '.join(f'{name} {version}' for name, version in names.items())}. A kernel that only reads 1 GiB "
+        f"does so at {head['read GB/s']:.0f} GB/s.\n"
     )
 
 
