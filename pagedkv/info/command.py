@@ -30,6 +30,8 @@ PACKAGES = (
 EXTRAS = {
     "torch tensors": ("torch", "torch"),
     "models of transformers": ("transformers", "transformers", "pagedkv.integrations.transformers"),
+    "KV events for routers": ("zmq", "kv-events"),
+    "blocks in Redis": ("redis", "redis"),
     "plots": ("matplotlib", "plot"),
     "pagedkv.testing": ("hypothesis", "testing"),
     "examples/serve.py": ("uvicorn", "serve"),

@@ -41,8 +41,9 @@ class SavedSequences:
 
     The K and V are in the wire blocks that `StoredPrefixes` shares, the last tokens in one of their own; a name leads
     to the token ids alone. So what several saved sequences have in common is stored once. Of layers with windows, what
-    the sequence still holds is saved; a cache of longer blocks, or of a larger `keep`, needs more than that, and has to
-    compute all tokens.
+    the sequence still holds is saved; a cache of longer blocks, or of a larger `keep`, needs more than that at many
+    lengths, and has to compute all tokens then. Save from a cache with ``keep=2 * P``, where P is the longest block
+    size that restores, and with the `keep` of that cache besides.
 
     Parameters
     ----------
