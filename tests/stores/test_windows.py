@@ -161,6 +161,22 @@ def test_blocks_that_are_evicted_in_part_are_not_stored():
     assert_found_is_written(other, tokens)
 
 
+@pytest.mark.parametrize(("num_blocks", "num_tokens", "chunk"), [(11, 9, 20), (12, 13, 3)])
+def test_blocks_that_other_layers_have_taken_are_not_stored(num_blocks, num_tokens, chunk):
+    tokens, store = text(num_tokens, 1), make_store()
+    caches = [windowed(n, windows=[None, 5, 5]) for n in (num_blocks, 200, 200)]
+    for seed in (1, 2):
+        caches[0].free(computed(caches[0], text(num_tokens, seed), chunk=chunk))
+    assert_found_is_written(caches[0], tokens)
+    computed(caches[1], tokens)
+    for cache in caches[:2]:
+        with prefixes_of(cache, store, block_tokens=4) as prefixes:
+            prefixes.store(tokens)
+    with prefixes_of(caches[2], store, block_tokens=4) as prefixes:
+        assert prefixes.load(tokens) == num_tokens - 1
+    assert_found_is_written(caches[2], tokens)
+
+
 def lose(cache, store, tokens, lost):
     """Have the store lose wire blocks of the layers with a window, by their numbers."""
     _, window = CacheBlocks.of_each_window(cache, "a model", block_tokens=W)

@@ -410,6 +410,7 @@ class PrefixCache:
                     *self._holders.plan(held),
                     *self._index.plan_name(others, held.digests.take(i)),
                     (self._serials, others, held.serials[i]),
+                    (self._parents, others, np.zeros(len(others), np.int64)),  # nobody finds it behind what it followed
                 ]
                 findable = np.concatenate([findable, others])
             if self._evicted_first is not None:
