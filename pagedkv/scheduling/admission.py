@@ -116,8 +116,11 @@ class Admission:
             if request.num_cached is None:  # after a preemption it would find its own tokens
                 request.num_cached = num_cached
             elif self._swapping is not None:
-                num_cached = self._swapping.put_back(request, seq, num_cached)
-                running.num_computed[request.lane] = num_cached
+                try:
+                    self._swapping.put_back(request, seq, num_cached)
+                finally:  # the clock may raise behind the copy
+                    num_cached = int(self._cache.seq_lens(seq)[0])
+                    running.num_computed[request.lane] = num_cached
             num_tokens = len(request.tokens)
             num_uncomputed += num_tokens - num_cached
             reserved += growth(num_cached, num_tokens, budget, keep)

@@ -323,6 +323,8 @@ class Scheduler:
         ends = starts + counts
         is_sampled = ends == running.lens[lanes]
         numbers = running.numbers[lanes]
+        if self._swapping is not None:
+            self._swapping.begin_step()
         try:
             slots = cache.append(seqs, n, ids)
             logits_indices = cache.asarray((np.cumsum(counts) - 1)[is_sampled])
@@ -335,8 +337,6 @@ class Scheduler:
             raise
         self._num_steps += 1
         self._step = step
-        if self._swapping is not None:
-            self._swapping.begin_step()
         return step
 
     def update(self, step: Step, tokens: Any) -> list[Finished]:
@@ -375,6 +375,8 @@ class Scheduler:
         stopped = ids == (-1 if self._eos is None else self._eos)
         ended = np.flatnonzero(stopped | (lens == running.max_lens[grown]))
         # Calls that may raise come first, and of those the one that cannot be repeated comes last.
+        if self._swapping is not None:
+            self._swapping.end_step(len(step.requests), len(step.tokens))
         running.widen(int(lens.max(initial=0)))
         self._cache.commit(running.seqs[lanes])
         if len(ended) or self._leaving:
@@ -382,8 +384,6 @@ class Scheduler:
         running.extend(grown, ids)
         running.num_computed[lanes] += counts
         self._step, self._leaving = None, []
-        if self._swapping is not None:
-            self._swapping.end_step(len(step.requests), len(step.tokens))
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
     def drop(self) -> None:

@@ -1,5 +1,6 @@
 """Preempted requests come back from a store where that is cheaper, and a store costs no token and no block."""
 
+import random
 import threading
 from types import SimpleNamespace
 
@@ -197,6 +198,39 @@ def test_a_listener_that_raises_while_a_request_comes_back_costs_no_token():
     assert texts == TEXTS
     assert num_failed > 0
     assert crowd.num_computed > ONCE
+    assert crowd.num_stored() == crowd.cache.num_seqs == 0
+
+
+def test_a_clock_that_raises_costs_no_token_and_no_request():
+    draws = random.Random(0)
+
+    def clock():
+        if draws.random() < 0.3:
+            raise ZeroDivisionError
+        return crowd.now
+
+    crowd = Crowd()
+    crowd.scheduler = pagedkv.Scheduler(crowd.cache, swap=crowd.swap, clock=clock)
+    for prompt in PROMPTS:
+        crowd.scheduler.add(prompt, NUM_NEW)
+    texts, num_failed = {}, 0
+
+    def repeated(call, *args):
+        nonlocal num_failed
+        for _ in range(20):
+            try:
+                return call(*args)
+            except ZeroDivisionError:
+                num_failed += 1
+        raise AssertionError("a call that is repeated never succeeds")
+
+    while step := repeated(crowd.scheduler.schedule):
+        crowd.count(step)
+        for number, tokens, _ in repeated(crowd.scheduler.update, step, forward(crowd.cache, step).astype(np.int64)):
+            texts[number] = tokens.tolist()
+    assert texts == TEXTS
+    assert num_failed > 30
+    assert crowd.scheduler.num_swapped > 0
     assert crowd.num_stored() == crowd.cache.num_seqs == 0
 
 
