@@ -33,7 +33,7 @@ class PatientStore:
     ----------
     num_failed : int
         Calls that raised, or gave no answer in time.
-    last_error : Exception or None
+    last_error : BaseException or None
         What the last call raised that did.
     """
 
@@ -44,7 +44,7 @@ class PatientStore:
         self._timeout = min(number("timeout", timeout, positive=True), _LONGEST)
         self._max_pending_bytes = as_int("max_pending_bytes", max_pending_bytes)
         self.num_failed = 0
-        self.last_error: Exception | None = None
+        self.last_error: BaseException | None = None
         self._pending_bytes, self._lock = 0, Lock()
         # A store that stalls in one thread neither delays what the other asks nor the end of the process.
         self._gets, self._puts = Worker(), Worker()
@@ -89,7 +89,7 @@ class PatientStore:
         def put() -> None:
             try:
                 self._store.put(keys, blocks)
-            except Exception as error:
+            except BaseException as error:  # of the store, whatever it is: nobody interrupts this thread
                 self._fail(error)
                 on_failure()
             finally:
@@ -136,7 +136,7 @@ class PatientStore:
         self._gets.end()
         self._puts.end()
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             self.num_failed += 1
             self.last_error = error.with_traceback(None)  # whose frames would keep the blocks of the call
@@ -186,5 +186,7 @@ def _work(calls: SimpleQueue[Callable[[], None] | None]) -> None:
 def _answer(function: Callable[[], Any], future: Future[Any]) -> None:
     try:
         future.set_result(function())
-    except BaseException as error:
+    except Exception as error:
         future.set_exception(error)
+    except BaseException as error:  # the asker would take it for its own: a cancelled task, or a Ctrl-C
+        future.set_exception(RuntimeError(f"the store raised {error!r}"))

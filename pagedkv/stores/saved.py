@@ -208,7 +208,11 @@ def _opened(part: Buffer | None, key: bytes) -> tuple[int, int, bytes, npt.NDArr
     """How many numbers a text has, the first one of a part, the digest of the text, and the part's; else None."""
     if not isinstance(part, (bytes, bytearray, memoryview)):
         return None
-    content, checksum = bytes(part[:-NUM_BYTES]), bytes(part[-NUM_BYTES:])
+    try:
+        whole = bytes(part)
+    except ValueError:  # a view that the store has released
+        return None
+    content, checksum = whole[:-NUM_BYTES], whole[-NUM_BYTES:]
     if len(content) <= _HEADER.size or checksum != blake2b_128(content):
         return None
     magic, its_key, text, num_tokens, first = _HEADER.unpack_from(content)

@@ -162,7 +162,7 @@ class Wire:
         """The bytes of a block from a store, (block_bytes,) uint8, or None unless it is exactly what `name` says."""
         try:
             view = memoryview(block).cast("B") if block is not None else memoryview(b"")
-        except TypeError:  # a store that returns something else than bytes
+        except (TypeError, ValueError, BufferError):  # a store that returns something else than bytes
             return None
         header = self._header(name)
         if len(view) != self.block_bytes or view[: len(header)] != header:

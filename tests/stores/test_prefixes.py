@@ -2,6 +2,7 @@
 
 import threading
 import time
+from asyncio import CancelledError
 
 import numpy as np
 import pytest
@@ -144,14 +145,26 @@ def fail(keys, found):
     raise OSError("the network is down")
 
 
+def cancel(keys, found):
+    raise CancelledError
+
+
+def release(block):
+    view = memoryview(block)
+    view.release()
+    return view
+
+
 AT = 4 * 3 + 1  # a block of the fourth wire block
 FAULTS = {
     "raises": (fail, 0),
+    "raises what is no Exception": (cancel, 0),
     "returns None": (lambda keys, found: None, 0),
     "returns no blocks": (lambda keys, found: 7, 0),
     "returns texts": (lambda keys, found: ["?"] * len(keys), 0),
     "returns too few": (lambda keys, found: found[:AT], 3 * W),
     "returns too many": (lambda keys, found: [*found, *found], FULL),
+    "releases what it returns": (lambda keys, found: [release(block) for block in found], 0),
     "loses a block": (lambda keys, found: [*found[:AT], None, *found[AT + 1 :]], 3 * W),
     "damages a block": (lambda keys, found: [*found[:AT], damage(found[AT]), *found[AT + 1 :]], 3 * W),
     "cuts a block": (lambda keys, found: [*found[:AT], found[AT][:-8], *found[AT + 1 :]], 3 * W),
@@ -203,14 +216,15 @@ def test_what_does_not_fit_is_not_stored():
     assert loaded(make_cache(), store)[0] == 6 * W
 
 
-def test_what_the_store_did_not_take_is_stored_again():
+@pytest.mark.parametrize(("fault", "error"), [(fail, OSError("the network is down")), (cancel, CancelledError())])
+def test_what_the_store_did_not_take_is_stored_again(fault, error):
     cache, tokens = make_cache(), text(NUM_TOKENS)
     committed(cache, tokens)
-    faulty = FaultyStore(make_store(), fail)
+    faulty = FaultyStore(make_store(), fault)
     with prefixes_of(cache, faulty) as prefixes:
         prefixes.store(tokens)
         prefixes.flush()
-        assert (prefixes.patient.num_failed, str(prefixes.patient.last_error)) == (1, "the network is down")
+        assert (prefixes.patient.num_failed, repr(prefixes.patient.last_error)) == (1, repr(error))
         faulty.fault = lambda keys, found: found
         assert prefixes.store(tokens) == FULL
     assert loaded(make_cache(), faulty)[0] == FULL

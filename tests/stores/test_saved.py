@@ -6,7 +6,7 @@ import pytest
 from pagedkv.stores import SavedSequences
 
 from .caches import W, committed, contents, make_cache, text
-from .test_prefixes import FaultyStore, fail, make_store, prefixes_of
+from .test_prefixes import FaultyStore, fail, make_store, prefixes_of, release
 
 NUM_TOKENS = 6 * W + 5
 LONG = 100 * W  # too many ids for one block
@@ -90,6 +90,7 @@ def test_damaged_texts_are_not_restored():
         {second: b""},
         {second: None},
         {first: 7},
+        {first: release(parts[first])},
     ]
     for fault in ({}, *faults):
         faulty = saved_in(make_cache(120), FaultyStore(store, of_another_text(fault)))
