@@ -17,7 +17,7 @@ from pagedkv.cuda import driver
 from ..conftest import pytest_runtest_teardown
 from ..cuda.conftest import recorded
 from ..cuda.driver_fakes import Recorder
-from . import results, steps
+from . import results, speeds, steps
 from .__main__ import first, second
 from .steps import Run, Step
 
@@ -115,7 +115,7 @@ def test_nothing_follows_a_required_step_that_fails(out):
 
 @pytest.mark.parametrize("make", [first, second])
 def test_steps_name_what_is_there(make):
-    """Files of tests, and cells and subjects of benches."""
+    """Files of tests, cells and subjects of benches, and what is timed."""
     made = make(False)
     assert len({step.name for step in made}) == len(made)
     for step in made:
@@ -126,6 +126,9 @@ def test_steps_name_what_is_there(make):
             bench = {"decode": decode, "prefill": prefill}[step.command[step.command.index("bench") + 1]]
             bench.add_options(parser := ArgumentParser())
             parser.parse_args(step.command[step.command.index("--only") :])
+        if "tests.gpu.speeds" in step.command:
+            assert step.command[-1] in speeds.CELLS
+            assert hasattr(speeds.Speeds, step.command[-1])
 
 
 def test_the_command_leaves_three_files_and_says_what_had_no_time(tmp_path):
