@@ -15,10 +15,11 @@ from .driver_fakes import Code
 
 @pytest.fixture
 def bindings(monkeypatch):
-    """cuda.bindings.driver, as if there were a driver for CUDA 13.0; the rest of it is there."""
+    """cuda.bindings.driver, as if there were a driver for CUDA 13.0, and no GPU had been used yet."""
     from cuda.bindings import driver
 
     drivers.bindings.cache_clear()
+    monkeypatch.setattr(drivers, "_gpus", {})
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (Code(0), 13000))
     monkeypatch.setattr(driver, "cuInit", lambda flags: (Code(0),))
     yield driver
