@@ -210,10 +210,15 @@ class SwapSpace:
 
         Raises
         ------
+        ValueError
+            `seq` names no sequence, or several.
         KeyError
             The sequence was freed, or never existed.
         """
-        copies = self._store(*self._find(seq))
+        rows, handles = self._find(seq)
+        if len(handles) != 1:
+            raise ValueError(f"seq must be the handle of one sequence, got {len(handles)}: call copy_out for each")
+        copies = self._store(rows, handles)
         return None if copies is None else copies[0]
 
     def copy_in(self, seq: int, copy: Swapped) -> int:
@@ -233,11 +238,18 @@ class SwapSpace:
 
         Raises
         ------
+        TypeError
+            `copy` is not from `copy_out`.
         KeyError
             The sequence was freed, or never existed.
         OutOfBlocksError
             Too few blocks are free. Nothing has changed.
         """
+        if not isinstance(copy, Swapped):
+            raise TypeError(
+                f"copy must be what copy_out has returned, got {type(copy).__name__}: compute the sequence again if "
+                "the store has not taken it"
+            )
         return self._append(seq, copy, self._patient.deadline())
 
     def close(self) -> None:

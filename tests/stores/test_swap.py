@@ -229,3 +229,15 @@ def test_refusals_change_nothing():
     cache.free(seqs[1])
     with pytest.raises(KeyError):
         space.swap_out(seqs[1])
+
+
+def test_copies_are_of_one_sequence_and_come_from_copy_out():
+    space = space_of(cache := make_cache(6))
+    seqs = [cache.add(W).seq, cache.add(0).seq]
+    for wrong in ([], seqs):
+        message = f"seq must be the handle of one sequence, got {len(wrong)}: call copy_out for each"
+        with pytest.raises(ValueError, match=message):
+            space.copy_out(wrong)
+    with pytest.raises(TypeError, match="copy must be what copy_out has returned, got NoneType: compute the sequence"):
+        space.copy_in(seqs[1], None)
+    assert cache.seq_lens(seqs).tolist() == [W, 0]
