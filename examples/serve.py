@@ -125,6 +125,8 @@ def publisher(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any
     """Make what publishes KV events; with nothing to publish the context gives None."""
     if args.kv_events_config is None:
         return contextlib.nullcontext()
+    if args.no_prefix_cache:
+        raise SystemExit("--kv-events-config: only a prefix cache has events: leave --no-prefix-cache out")
     try:
         from pagedkv.integrations.kv_events import KVEventPublisher  # imported here because it imports pyzmq
 

@@ -58,6 +58,8 @@ class CacheBlocks:
         block_tokens: int = BLOCK_TOKENS,
         layers: Sequence[int] | None = None,
     ) -> None:
+        if not isinstance(cache, PagedKVCache):
+            raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
         if layers is None and (len(cache.groups) > 1 or cache.groups[0].window is not None):
             raise ValueError(
                 f"cache must have one group of layers, without a window, got {cache.groups}: it releases blocks that a "

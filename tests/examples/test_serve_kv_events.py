@@ -54,6 +54,8 @@ def test_a_configuration_that_cannot_be_is_reported(monkeypatch):
     ]:
         with pytest.raises(SystemExit, match=f"^--kv-events-config: {message}"):
             serve.publisher(serve.parse(words(ON | wrong)))
+    with pytest.raises(SystemExit, match=r"^--kv-events-config: only a prefix cache has events: leave"):
+        serve.publisher(serve.parse([*words(ON), "--no-prefix-cache"]))
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.kv_events")
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(SystemExit, match=r"^--kv-events-config: KV events need pyzmq and msgspec: pip .*\[kv-events\]"):

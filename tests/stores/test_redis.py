@@ -42,7 +42,7 @@ def test_prefixes_find_each_other_over_a_server(url):
 
 def test_a_server_that_does_not_answer_is_an_error_in_time():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}", 1000, timeout=0.05)
+        store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}", 2**20, timeout=0.05)
         begin = time.monotonic()
         for call in (lambda: store.get(block(1)[0]), lambda: store.put(*block(1)), lambda: store.remove(block(1)[0])):
             with pytest.raises(redis.RedisError):

@@ -198,6 +198,11 @@ def test_a_store_without_room_for_one_wire_block_is_refused():
         SwapSpace(make_cache(), HostStore(3200, 3200), block_tokens=W)
 
 
+def test_what_is_no_cache_is_refused():
+    with pytest.raises(TypeError, match="cache must be a PagedKVCache, got NoneType"):
+        SwapSpace(None, "1MiB")
+
+
 def test_windows_are_refused():
     with pytest.raises(ValueError, match="cache must have one group of layers, without a window, got "):
         SwapSpace(make_cache(windows=4 * W), "1MiB")
