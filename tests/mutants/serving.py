@@ -6,6 +6,7 @@ CACHE = "tests/integrations/transformers/test_cache.py::"
 ENGINE = "tests/integrations/transformers/test_engine.py::"
 RANKS = "tests/integrations/transformers/test_ranks.py::"
 MACHINE = "tests/scheduling/test_machine.py::TestPlainMachine"
+PREEMPTED = "tests/scheduling/test_scheduler.py::test_the_first_request_is_never_preempted_and_no_other_one_is_lost"
 SWAPPING = "tests/scheduling/test_swapping.py::"
 
 MUTANTS = [
@@ -13,7 +14,7 @@ MUTANTS = [
         "scheduler: the oldest request is preempted first",
         "self._preempt(running.requests[running.lanes[-1]])",
         "self._preempt(running.requests[running.lanes[0]])",
-        MACHINE,
+        PREEMPTED,
     ),
     Mutant(
         "scheduler: a step exceeds the token budget",
@@ -31,7 +32,7 @@ MUTANTS = [
         "scheduler: a preempted request is lost",
         "        self._waiting.push(request)\n        self.num_preempted += 1\n",
         "        self.num_preempted += 1\n",
-        MACHINE,
+        PREEMPTED,
     ),
     Mutant(
         "scheduler: a request starts in blocks that others have reserved",

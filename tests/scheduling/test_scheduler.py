@@ -145,6 +145,18 @@ def test_the_same_calls_give_the_same_steps():
     assert run() == run()
 
 
+def test_the_first_request_is_never_preempted_and_no_other_one_is_lost():
+    cache = make_cache(12)
+    scheduler = scheduler_of(cache)
+    first, *others = [scheduler.add([*range(10 * i, 10 * i + 9)], 20) for i in range(3)]
+    steps = []
+    texts = serve(scheduler, cache, lambda step: steps.append(step.requests.tolist()))
+    assert scheduler.num_preempted > 0
+    runs = [first in step for step in steps]
+    assert runs == sorted(runs, reverse=True)  # in each step from the beginning on, until it ends
+    assert texts == {n: alone((*range(10 * i, 10 * i + 9),), 20) for i, n in enumerate([first, *others])}
+
+
 def test_a_preempted_request_does_not_count_its_own_hits_as_cached():
     cache = make_cache(12)
     scheduler = scheduler_of(cache)
