@@ -108,13 +108,13 @@ class SwapSpace:
         # No other space has this model: blocks are named by chance, and not by their tokens, which may be unknown.
         self._blocks = CacheBlocks(cache, f"swapped by {os.urandom(16).hex()}", block_tokens=block_tokens)
         if isinstance(store, (str, int, float)):
-            capacity, needed = bytes_of("store", store, Arrays("numpy")), self._blocks.wire.block_bytes
+            capacity, needed = bytes_of("store", store, Arrays("numpy")), self._blocks.bytes_of_all_heads
             if capacity < needed:
                 raise ValueError(
-                    f"store must have room for {needed} bytes, the {block_tokens} tokens of a wire block, got "
-                    f"{capacity}: give it more, or pass a smaller block_tokens"
+                    f"store must have room for {needed} bytes, {block_tokens} tokens of all KV heads, got {capacity}: "
+                    "give it more, or pass a smaller block_tokens"
                 )
-            store = HostStore(capacity, needed)
+            store = HostStore(capacity, self._blocks.wire.block_bytes)
         require_room(store, self._blocks.wire.block_bytes, self._blocks.num_heads)
         self.cache = cache
         self._patient = PatientStore(store, timeout, max_pending_bytes=0)
