@@ -87,7 +87,7 @@ def first(is_dry: bool) -> list[Step]:
     facts = "nvidia-smi", "nvidia-smi conf-compute -f", "lscpu", *own
     right = "tests/gpu/test_families.py", "tests/test_on_a_gpu.py"
     return [
-        Step("machine", 20, ["bash", "-c", "; ".join(facts)]),
+        Step("machine", 35, ["bash", "-c", "; ".join(facts)]),
         commands.environment(),
         Step("right", 130, commands.pytest(*right, markers=USUAL, workers=12)),
         Step("decode", 45, commands.speeds("decode")),
