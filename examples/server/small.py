@@ -82,10 +82,10 @@ class SmallEngine:
         self._asked[request] = asked
         return request
 
-    def abort(self, request: int) -> None:
-        """End a request and free its blocks."""
-        del self._asked[request]
-        self.scheduler.abort(request)
+    def abort(self, request: int) -> bool:
+        """End a request and free its blocks; False if it had ended before."""
+        self._asked.pop(request, None)
+        return self.scheduler.abort(request)
 
     def step(self) -> list[Sampled]:
         """Run one step, and return its results."""

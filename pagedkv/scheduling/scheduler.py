@@ -94,6 +94,7 @@ class Scheduler:
     >>> step = scheduler.schedule()
     >>> scheduler.drop()
     >>> scheduler.abort(chat)
+    True
     >>> scheduler.num_running, scheduler.num_waiting
     (0, 0)
     """
@@ -267,17 +268,25 @@ class Scheduler:
         found.key, found.num_cached = self._key(found.priority), None
         self._waiting.push(found)
 
-    def abort(self, request: int) -> None:
+    def abort(self, request: int) -> bool:
         """End a request in any state, and free its blocks.
 
         If it is in the current step, that step still writes its K and V, so its blocks are freed after the step.
 
+        Returns
+        -------
+        bool
+            False if the request had ended before; then nothing changes.
+
         Raises
         ------
         KeyError
-            The request has ended, or was never added.
+            The request was never added.
         """
-        found = self._find(request)
+        number = as_int("request", request, minimum=None)
+        if number not in self._requests and 0 <= number < self._num_added:
+            return False
+        found = self._find(number)
         if found.lane != NOT_RUNNING and self._step is not None:  # every running request is in it
             self._leaving.append(int(self._running.seqs[found.lane]))
             self._running.stop(found)
@@ -286,6 +295,7 @@ class Scheduler:
         elif found.number in self._waiting:
             self._waiting.remove(found)
         del self._requests[found.number]
+        return True
 
     def schedule(self) -> Step | None:
         """Plan the next step.

@@ -189,9 +189,25 @@ def test_a_second_turn_finds_the_first():
     assert serve(scheduler, cache, lambda step: seen.append(counts(step)))[number] == alone((*SYSTEM, *first, 1, 2), 4)
     assert seen[0] == {number: 3}  # the first turn's last token, and two new ones
     assert scheduler.num_cached(number) == len(SYSTEM) + 4
-    scheduler.abort(number)
+    assert scheduler.abort(number)
     with pytest.raises(KeyError, match="no request 0: it has ended or was never added"):
-        scheduler.abort(number)
+        scheduler.extend(number, [], 1)
+
+
+def test_abort_of_a_request_that_has_ended_changes_nothing():
+    """A client may leave in the step that ends its text."""
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    number, other = scheduler.add([1], 1), scheduler.add([2], 3)
+    scheduler.update(step := scheduler.schedule(), forward(cache, step).astype(int))
+    assert not scheduler.abort(number)
+    assert not scheduler.abort(np.int64(number))
+    for never in (other + 1, -1):
+        with pytest.raises(KeyError, match=f"no request {never}: it has ended or was never added"):
+            scheduler.abort(never)
+    with pytest.raises(TypeError, match="request must be an int"):
+        scheduler.abort("0")
+    assert [*serve(scheduler, cache)] == [other]
 
 
 def test_a_request_that_can_never_fit_is_refused_by_add():
@@ -471,8 +487,7 @@ def test_restart_computes_requests_again_with_other_tokens():
     scheduler.restart({first: [0, *range(1, 9)], second: [1, *range(1, 9), *tokens]})
     assert (cache.num_free, cache.num_seqs) == (num_free, 1)
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
-    with pytest.raises(KeyError):
-        scheduler.abort(forgotten)
+    assert not scheduler.abort(forgotten)
     assert serve(scheduler, cache) == {i: alone((i, *range(1, 9)), 5) for i in (first, second)}
     assert cache.seq_lens([others]) == [9]
 

@@ -127,6 +127,7 @@ class Engine:
     >>> [sampled.reason for sampled in engine.run()]
     ['', 'length']
     >>> engine.abort(engine.add([1, 5, 3], max_tokens=2))
+    True
     >>> engine.step()
     []
     """
@@ -264,23 +265,29 @@ class Engine:
         return number
 
     @_one_at_a_time
-    def abort(self, request: int) -> None:
+    def abort(self, request: int) -> bool:
         """End a request and free its blocks.
+
+        Returns
+        -------
+        bool
+            False if the request had ended before; then nothing changes.
 
         Raises
         ------
         KeyError
-            The request has ended, or was never added.
+            The request was never added.
         RuntimeError
             Called in the middle of another call.
         """
         if request not in self._requests:
-            raise KeyError(f"no request {request}: it has ended or was never added")
+            return self.scheduler.abort(request)  # which knows whether it was ever added
         self._is_interrupted = True
         self._end(request)
         if self._ranks is not None:
             self._ranks.calls.append(("abort", request))
         self._is_interrupted = False
+        return True
 
     def step(self) -> list[Sampled]:
         """Run one step.

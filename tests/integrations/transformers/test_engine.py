@@ -115,14 +115,15 @@ def test_leaving_a_stream_and_abort_free_the_blocks(model, expected):
     left, aborted, stays = (engine.tokens(ids, NEW) for ids in TEXTS[:3])
     assert [next(left), next(aborted), next(stays)] == [tokens[0] for tokens in expected[:3]]
     left.close()
-    engine.abort(1)
+    assert engine.abort(1)
     assert engine.scheduler.num_running == 2
     assert list(aborted) == []
     assert next(left, None) is None
     assert list(stays) == expected[2][1:]
     assert finish(engine) == ({}, {})
-    with pytest.raises(KeyError):
-        engine.abort(1)
+    assert not engine.abort(1)
+    with pytest.raises(KeyError, match="no request 3: it has ended or was never added"):
+        engine.abort(3)
 
 
 def test_a_stream_that_is_left_before_its_first_token_is_aborted(model, tokenizer):
