@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from ..cached_property import cached_property
 from ..layouts import FP8_DTYPES
 from ..operations.attention import prefill_attention
 from ..typing import KvDtype

@@ -6,12 +6,13 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..cached_property import cached_property
 from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
 from ..extras import pip_install

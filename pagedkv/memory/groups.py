@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from ..cached_property import cached_property
 from .arguments import MAX_INT32, MAX_INT64, as_int
 
 Counts = npt.NDArray[np.int64]

@@ -131,10 +131,10 @@ RULES = {
     },
     **{f"{x} knows no other backend": Rule(ours(x), ours(*BACKENDS), ours(x)) for x in ("cpu", "cuda")},
     "of all other rooms, the emulator knows what compiles users' kernels": Rule(
-        ours("emulator"), ours(*TOP - {"emulator"}), ours("compiler.own_kernels")
+        ours("emulator"), ours(*TOP - {"emulator"}), ours("compiler.own_kernels", "cached_property")
     ),
     "in the emulator, run alone compiles": Rule(
-        ours(*(f"emulator.{x}" for x in OF_THE_EMULATOR)), ours(*TOP - {"emulator"}), ()
+        ours(*(f"emulator.{x}" for x in OF_THE_EMULATOR)), ours(*TOP - {"emulator"}), ours("cached_property")
     ),
     **{
         f"emulator/{x} knows what is below": Rule(
@@ -152,6 +152,7 @@ RULES = {
     "the compiler knows kernels, and what keeps them": Rule(
         ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "environment", "errors", "extras")
     ),
+    "no property has a lock that a fork could leave locked": Rule(ours(*TOP), ("functools.cached_property",), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "trace knows no operation and no backend": Rule(

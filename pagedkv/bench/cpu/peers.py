@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable
-from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 import pagedkv
 
 from ... import reference
+from ...cached_property import cached_property
 from ..contest import Call, Refused
 from ..problem import DTYPES, FP8_DTYPES, BenchProblem
 

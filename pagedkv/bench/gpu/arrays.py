@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ...cached_property import cached_property
 from ...layouts import cache_shapes
 from ...typing import Layout
 from ..contest import Refused

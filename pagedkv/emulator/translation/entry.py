@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
+from ...cached_property import cached_property
 from ..errors import EmulatorError
 from ..ptx.parse import ParsedModule
 from ..ptx.program import Program

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...arrays import host_view
 from ...cache import PagedKVCache
+from ...cached_property import cached_property
 from ...memory.device.batch import Batch
 from .models import text_config
 

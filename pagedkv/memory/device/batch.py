@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...buckets import bucket
+from ...cached_property import cached_property
 from ..guard import Guarded, exclusive_read
 from ..sequences import Sequences
 from .arrays import Arrays
