@@ -160,7 +160,13 @@ def build(args: argparse.Namespace, events: Any = None) -> Server:
     except MemoryError as error:
         raise SystemExit(f"{error}: change --num-blocks, --memory, --block-size or --context") from None
     admission = Admission(args.max_batch + args.max_waiting, args.max_batch)
-    context = engine.cache.max_seq_len
+    context, of_model = engine.scheduler.max_request_len, engine.cache.max_seq_len
+    if context < of_model:
+        print(
+            f"a prompt and its text may have {context} tokens, since the pool has no room for the {of_model} of the "
+            "context: give more --num-blocks or --memory",
+            file=sys.stderr,
+        )
     limits = {"context": context, "max_body": args.max_body, "names": names(args)}
     return Server(Worker(engine), admission, text, args.model or "small", **limits)
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from .admission import Admission, Busy
 from .answers import Answer, event, usage
-from .protocol import Refused, Wanted, parse
+from .protocol import Refused, Wanted, parse, too_long
 from .status import PAGE, metrics, pool
 from .visits import Visit, Visits, refusal
 from .worker import Engine, Job, Worker
@@ -44,7 +44,7 @@ class Server:
     model : str
         The name of the model.
     context : int
-        Tokens of a prompt and its text together.
+        Tokens of a prompt and its text together, but for the last one: as many as the model and its pool have room for.
     max_body : int
         Bytes of a request.
     names : iterable of str
@@ -128,11 +128,14 @@ class Server:
         """Yield pieces of text as they come, the last one with the reason for its end."""
         visit.reason = "aborted"
         try:
-            with self.admission.place(wanted.max_tokens or self.context) as place:
+            with self.admission.place(min(wanted.max_tokens or self.context, self.context)) as place:
                 # Encode on a thread: long prompts take a while, and a chat template is a program.
                 tokens = await asyncio.to_thread(self._encode, wanted.prompt, chat)
-                # The last token of a text is not computed, and needs no room.
-                max_tokens = wanted.max_tokens or max(1, self.context + 1 - len(tokens))
+                room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
+                max_tokens = wanted.max_tokens or max(1, room)
+                if max_tokens > room:
+                    counts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
+                    raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({counts})")
                 writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
                 visit.job = Job(tokens, max_tokens, wanted.options, writer)
                 async with contextlib.aclosing(self.worker.pieces(visit.job)) as pieces:
@@ -144,6 +147,9 @@ class Server:
         except Busy as error:
             visit.reason = "refused"
             raise Refused(503, str(error), retry_after=error.retry_after) from None
+        except Refused:
+            visit.reason = "refused"
+            raise
         except ValueError as error:
             visit.reason = "refused"
             raise Refused(400, str(error)) from None
@@ -158,6 +164,8 @@ class Server:
             if chat:
                 return self.text.encode_chat(prompt)
             return self.text.encode(prompt) if isinstance(prompt, str) else prompt
+        except Refused:
+            raise
         except Exception as error:  # a model's chat template may raise anything
             raise ValueError(f"the prompt cannot be encoded: {error}") from None
 
@@ -251,8 +259,13 @@ async def _gone_away(request: Request, error: Gone) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    refused = refusal(Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
-    refused.headers.update(error.headers or {})
+    headers = error.headers or {}
+    remedy = "ask /v1/completions, /v1/chat/completions or /v1/models"
+    if "Allow" in headers:
+        remedy = f"send {headers['Allow']}"
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}: {remedy}"
+    refused = refusal(Refused(error.status_code, message))
+    refused.headers.update(headers)
     return refused
 
 

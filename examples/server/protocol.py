@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any
 
 # Fields that are ignored, and why that is harmless.
@@ -83,6 +84,16 @@ class Refused(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def too_long(context: int, asked: str) -> Refused:
+    """Refuse what the context has no room for, in OpenAI's words and with its code: clients then shorten the prompt."""
+    return Refused(
+        400,
+        f"This model's maximum context length is {context} tokens. However, {asked}. Please reduce the length of the "
+        "prompt or of the completion.",
+        code="context_length_exceeded",
+    )
+
+
 @dataclass
 class Wanted:
     """A valid request.
@@ -111,11 +122,17 @@ class Fields:
     """The fields of a JSON object, which are taken out one by one; those left over were not expected.
 
     A null counts as a missing field.
+
+    Parameters
+    ----------
+    fields : dict
+    owner : str
+        What stands before the names of fields in messages.
     """
 
     def __init__(self, fields: dict[str, Any], owner: str = "") -> None:
         self._fields = {name: value for name, value in fields.items() if value is not None}
-        self._owner = owner
+        self.owner = owner
 
     def take(self, name: str, kind: Any, what: str, default: Any = None) -> Any:
         """Take out a field and check its type; true and false are not numbers."""
@@ -130,8 +147,8 @@ class Fields:
         """As `take`, for a required field."""
         if name not in self._fields:
             close = get_close_matches(name, self._fields, n=1)
-            misspelt = f"; {self._owner}{close[0][:80]} is not supported here" if close else ""
-            raise Refused(400, f"{self._owner}{name} is missing{misspelt}", f"{self._owner}{name}")
+            misspelt = f"; {self.owner}{close[0][:80]} is not supported by this server" if close else ""
+            raise Refused(400, f"{self.owner}{name} is missing{misspelt}", f"{self.owner}{name}")
         return self.take(name, kind, what)
 
     def flag(self, name: str) -> bool:
@@ -159,14 +176,27 @@ class Fields:
             if name in only:
                 # In Python 1 == True, in JSON they differ.
                 if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in only[name]):
-                    raise self.wrong(name, f"{' or '.join(map(json.dumps, only[name]))} here", value)
+                    raise self._unsupported(name, only[name], value)
             elif name not in harmless:
-                name = f"{self._owner}{name[:80]}"
-                raise Refused(400, f"{name} is not supported here: leave it out", name)
+                raise self._unsupported(name[:80], (), value)
 
     def wrong(self, name: str, what: str, value: Any) -> Refused:
-        name = f"{self._owner}{name}"
-        return Refused(400, f"{name} must be {what}, got {json.dumps(value)[:80]}", name)
+        name = f"{self.owner}{name}"
+        return Refused(400, f"{name} must be {what}, got {_beginning(value)}", name)
+
+    def _unsupported(self, name: str, supported: tuple[Any, ...], value: Any) -> Refused:
+        """Refuse a field that has no effect with the supported values, and none at all if these are empty."""
+        name = f"{self.owner}{name}"
+        if any(supported):
+            values = " or ".join(map(json.dumps, supported))
+            return Refused(400, f"{name} must be {values} on this server, got {_beginning(value)}: leave it out", name)
+        are, them = ("are", "them") if supported == ([],) else ("is", "it")
+        return Refused(400, f"{name} {are} not supported by this server: leave {them} out", name)
+
+
+def _beginning(value: Any) -> str:
+    """The first 80 characters of a value in JSON, however long and deep it is."""
+    return "".join(islice(json.JSONEncoder().iterencode(value), 80))[:80]
 
 
 def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
@@ -221,7 +251,7 @@ def _include_usage(fields: Fields, stream: bool) -> bool:
     if given is None:
         return False
     if not stream:
-        raise Refused(400, "stream_options is for requests with stream: true", "stream_options")
+        raise Refused(400, "stream_options is for requests with stream: true: leave it out", "stream_options")
     options = Fields(given, "stream_options.")
     include_usage = options.flag("include_usage")
     options.end({"include_obfuscation": (False,), "continuous_usage_stats": (False,)}, {})
@@ -297,11 +327,13 @@ def _content(fields: Fields) -> str | None:
         return content
     texts = []
     for i, part in enumerate(content):
-        rest = Fields(part if isinstance(part, dict) else {}, f"messages' content[{i}].")
-        if rest.take("type", str, "text") != "text" or (text := rest.take("text", str, "a text")) is None:
+        if not isinstance(part, dict):
             raise fields.wrong("content", what, content)
+        rest = Fields(part, f"{fields.owner}content[{i}].")
+        if (kind := rest.need("type", str, "a text")) != "text":
+            raise rest.wrong("type", '"text", the one kind of part that this server reads', kind)
+        texts.append(rest.need("text", str, "a text"))
         rest.end({}, {})
-        texts.append(text)
     if not texts:
         raise fields.wrong("content", what, content)
     return "\n".join(texts)

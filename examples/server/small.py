@@ -14,6 +14,8 @@ from sampling import Sampling, require_finite
 from tokenizer import END, Tokenizer
 from transformer import PagedAttention, Transformer, in_tiles, load
 
+from .protocol import too_long
+
 
 class Sampled(NamedTuple):
     """The next token of a request.
@@ -135,14 +137,14 @@ class SmallText:
     """Converts prompts to tokens and back; prompts that no context could hold are refused."""
 
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._context = tokenizer, context
         self._max_bytes = context * max(map(len, tokenizer.vocab))
         self.num_tokens = len(tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
         data = prompt.encode()
         if len(data) > self._max_bytes:
-            raise ValueError(f"a context has at most {self._max_bytes} bytes, got {len(data)}: shorten the prompt")
+            raise too_long(self._context, f"your prompt has {len(data)} bytes, and {self._max_bytes} are the most")
         return self._tokenizer.encode(data)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:

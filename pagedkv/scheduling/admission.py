@@ -30,6 +30,8 @@ class Admission:
 
     Attributes
     ----------
+    max_request_len : int
+        The most tokens that a request can have; the last one that it generates, which is not computed, does not count.
     num_preempted : int
         How often a request was preempted.
     """
@@ -46,6 +48,8 @@ class Admission:
     ) -> None:
         self._cache, self._running, self._waiting, self._swapping = cache, running, waiting, swapping
         self.budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
+        self._longest = cache.layer_groups.longest(cache.pool.num_blocks, budget, cache.keep)
+        self.max_request_len = min(cache.max_seq_len, self._longest)
         self._last = [NO_HANDLE]
         self.num_preempted = 0
 
@@ -56,16 +60,12 @@ class Admission:
 
     def require_fit(self, num_tokens: int, max_tokens: int) -> None:
         """Raise ValueError unless the cache has room for so many tokens and the text that they get."""
-        cache, budget, groups = self._cache, self.budget, self._cache.layer_groups
-        longest = groups.longest(cache.pool.num_blocks, budget, cache.keep)
-        most = min(cache.max_seq_len, longest)
-        # The last token that is generated is not computed.
-        if num_tokens + max_tokens - 1 > most:
-            smaller_steps_help = groups.has_windows and longest < cache.max_seq_len
-            remedy = f", or max_num_batched_tokens = {budget} smaller" if smaller_steps_help else ""
+        if num_tokens + max_tokens - 1 > self.max_request_len:
+            smaller_steps_help = self._cache.layer_groups.has_windows and self._longest < self._cache.max_seq_len
+            remedy = f", or max_num_batched_tokens = {self.budget} smaller" if smaller_steps_help else ""
             raise ValueError(
-                f"a request can have {most} tokens in this cache, got {num_tokens} and max_tokens={max_tokens}: lower "
-                f"max_tokens, shorten the prompt, or make the cache larger{remedy}"
+                f"a request can have {self.max_request_len} tokens in this cache, got {num_tokens} and "
+                f"max_tokens={max_tokens}: lower max_tokens, shorten the prompt, or make the cache larger{remedy}"
             )
 
     def counts(self) -> Int64Array:

@@ -164,6 +164,11 @@ class Scheduler:
         """How often a preempted request was swapped out so far."""
         return 0 if self._swapping is None else self._swapping.num_swapped
 
+    @property
+    def max_request_len(self) -> int:
+        """The most tokens that a request can have, prompt and text; the last token of a text does not count."""
+        return self._admission.max_request_len
+
     def tokens(self, request: int) -> npt.NDArray[np.int32]:
         """All tokens that a request has so far, (num_tokens,) int32, as a new array.
 

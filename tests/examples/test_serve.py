@@ -148,16 +148,47 @@ def test_chats_stops_and_usage(shared):
         ({"prompt": "\ud800"}, 400, "the prompt cannot be encoded"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be a whole number from 1 to"),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature must be a number from 0 to 2, got NaN"),
-        ({"prompt": "x", "n": 2}, 400, "n must be 1 here"),
+        ({"prompt": "x", "n": 2}, 400, "n must be 1 on this server, got 2: leave it out"),
         ({"prompt": "x", "stop": [1]}, 400, "stop must be a text"),
-        ({"prompt": "x", "max_tokens": 1025}, 400, "a request can have 1024 tokens in this cache"),
-        ({"prompt": "x", "max_tokens": 1025, "stream": True}, 400, "a request can have 1024 tokens in this cache"),
     ],
 )
 def test_what_is_wrong_is_said(shared, body, status, words):
     got, _, text = ask(shared.port, body)
     assert got == status
     assert words in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"max_tokens": 1025}, "you requested 1026 tokens (1 in the prompt, 1025 in the completion)"),
+        ({"prompt": [5] * 1025}, "you requested 1041 tokens (1025 in the prompt, 16 in the completion)"),
+        ({"prompt": " " * 900_000}, "your prompt has 900000 bytes, and 33792 are the most"),
+    ],
+)
+def test_what_the_context_has_no_room_for_is_refused_as_openai_does(shared, fields, asked, stream):
+    """Clients such as LangChain and LiteLLM know it by its code, or by the first words."""
+    status, _, body = ask(shared.port, {"prompt": "x", "stream": stream} | fields)
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith(f"This model's maximum context length is 1024 tokens. However, {asked}. Please")
+
+
+def test_a_chat_without_max_tokens_gets_what_the_pool_has_room_for(capsys):
+    """Three blocks of 16 tokens, and a token that is not computed, of a context of 1024; Retry-After counts no more."""
+    chat = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+    with serving("--num-blocks", "3") as server:
+        with ThreadPoolExecutor(1) as clients, held(server) as is_held:
+            answer = clients.submit(ask, server.port, chat, "/v1/chat/completions")
+            assert is_held()
+            [place] = server.server.admission._places
+        status, _, body = answer.result()
+    assert (status, json.loads(body)["usage"]["total_tokens"], place.max_tokens) == (200, 49, 48)
+    assert capsys.readouterr().err == (
+        "a prompt and its text may have 48 tokens, since the pool has no room for the 1024 of the context: give more "
+        "--num-blocks or --memory\n"
+    )
 
 
 def test_other_sites_do_not_get_in_by_a_name_of_theirs(shared):
@@ -303,8 +334,9 @@ def test_the_openai_client(shared):
         messages = [{"role": "user", "content": "def main("}]
         chat = client.chat.completions.create(model="small", messages=messages, max_tokens=5, temperature=0)
         assert chat.choices[0].message.content
-        with pytest.raises(openai.BadRequestError, match="a request can have 1024 tokens"):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as refused:
             client.completions.create(**options | {"max_tokens": 2000})
+        assert refused.value.code == "context_length_exceeded"
         assert [model.id for model in client.models.list()] == ["small"]
 
 

@@ -81,7 +81,11 @@ def test_what_asks_for_nothing_is_taken(chat):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n": True}, "n must be 1 here, got true"),
+        ({"n": True}, "n must be 1 on this server, got true: leave it out"),
+        ({"service_tier": "flex"}, 'service_tier must be "auto" or "default" on this server, got "flex": leave it out'),
+        ({"bad_words": ["x"]}, "bad_words are not supported by this server: leave them out"),
+        ({"logit_bias": 5}, "logit_bias is not supported by this server: leave it out"),
+        ({"echo": True}, "echo is not supported by this server: leave it out"),
         ({"top_k": True}, "top_k must be a whole number"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
@@ -90,11 +94,11 @@ def test_what_asks_for_nothing_is_taken(chat):
         ({"stop_token_ids": list(range(6))}, "stop_token_ids must be a list of up to 5 tokens"),
         ({"cache_salt": ""}, "cache_salt must be a text of at least one character"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false"),
-        ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream: true"),
-        ({"stream": True, "stream_options": {"x": 1}}, r"stream_options\.x is not supported here"),
+        ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream: true: leave it out"),
+        ({"stream": True, "stream_options": {"x": 1}}, r"stream_options\.x is not supported by this server"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
-            r"stream_options\.include_obfuscation must be",
+            r"stream_options\.include_obfuscation is not supported by this server: leave it out",
         ),
     ],
 )
@@ -106,8 +110,8 @@ def test_values_that_cannot_be_are_named(fields, words):
 @pytest.mark.parametrize(
     ("fields", "chat", "words"),
     [
-        ({"promt": "x"}, False, "prompt is missing; promt is not supported here"),
-        ({"mesages": []}, True, "messages is missing; mesages is not supported here"),
+        ({"promt": "x"}, False, "prompt is missing; promt is not supported by this server"),
+        ({"mesages": []}, True, "messages is missing; mesages is not supported by this server"),
         ({"prompt": "x"}, True, "messages is missing"),
         ({"messages": [{"content": "x"}]}, True, r"messages\[0\]\.role is missing"),
     ],
@@ -163,12 +167,29 @@ def test_a_history_has_calls_of_tools_and_their_results():
             r"messages\[0\]\.tool_calls must be",
         ),
         ({"role": "user", "content": "x", "tool_calls": "f"}, r"messages\[0\]\.tool_calls must be"),
-        ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, r"messages.*\[0\]\.cache is not"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]},
+            r"messages\[0\]\.content\[0\]\.cache is not supported by this server: leave it out",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            r'messages\[0\]\.content\[0\]\.type must be "text", kind of part that this server reads, got "image_url"',
+        ),
     ],
 )
 def test_no_part_of_a_message_is_without_effect(message, words):
     with pytest.raises(Refused, match=f"^{words}"):
         said(message)
+
+
+@pytest.mark.parametrize("name", ["messages", "n", "max_tokens", "tools"])
+def test_a_value_is_refused_however_deep_it_is_nested(name):
+    """A value that json.loads can read may be nested too deep for json.dumps."""
+    for depth in range(850, 1000):
+        nested = '{"a":' * depth + "1" + "}" * depth
+        with pytest.raises(Refused) as error:
+            parse(f'{{"{name}": {nested}}}'.encode(), chat=True, num_tokens=10)
+        assert error.value.status == 400
 
 
 def test_a_text_stops_before_the_first_of_its_stops():

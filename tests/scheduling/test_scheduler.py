@@ -212,10 +212,12 @@ def test_abort_of_a_request_that_has_ended_changes_nothing():
 
 def test_a_request_that_can_never_fit_is_refused_by_add():
     scheduler = scheduler_of(make_cache(4))
+    assert scheduler.max_request_len == 16
     scheduler.add(range(16), 1)  # the token that it generates is not computed
     with pytest.raises(ValueError, match="a request can have 16 tokens in this cache, got 16 and max_tokens=2: lower"):
         scheduler.add(range(16), 2)
     scheduler = scheduler_of(make_cache(400, max_seq_len=32))
+    assert scheduler.max_request_len == 32
     with pytest.raises(ValueError, match="a request can have 32 tokens"):
         scheduler.add(range(33), 1)
     assert scheduler.num_waiting == 0
