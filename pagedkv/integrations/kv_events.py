@@ -27,6 +27,7 @@ _MOST_EVENTS = 1024  # in one message
 _SECONDS = 0.1  # a request for a replay waits at most so long
 _GATHERED = 0.002  # seconds in which events join a message: fewer messages leave the cache's thread more of the GIL
 _LINGER = 1000  # milliseconds that close() gives a subscriber to take what was sent
+_MOST_BYTES = 4096  # of a frame that a subscriber sends: longer ones end its connection before they take memory
 _END = (-1).to_bytes(8, "big", signed=True)
 # vLLM's classes leave out of a message what has its default; the other fields, such as lora_id, have none.
 _OPTIONAL = {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"}
@@ -42,7 +43,8 @@ class KVEventPublisher:
 
     A subscriber that is absent or slow loses messages, and sees it by the numbers. It sends the first number that it
     misses, 8 bytes behind an empty frame, to the socket for replays, and gets (empty frame, number, batch) for each
-    message since then that is still kept, and at last the number -1 with an empty batch.
+    message since then that is still kept, and at last the number -1 with an empty batch. A frame of over 4096 bytes
+    from it ends its connection.
 
     Calling the publisher puts an event into a queue, and never waits or raises. If the queue is full, all that it
     contains is dropped, and subscribers are sent an `AllBlocksCleared` in its place: they then miss blocks that are
@@ -52,8 +54,9 @@ class KVEventPublisher:
     ----------
     endpoint : str
         Where subscribers connect, with ``*`` for any interface or any port: ``"tcp://*:5557"``, ``"tcp://127.0.0.1:*"``
-        or ``"ipc:///tmp/events"``. As in vLLM, an address without ``*`` or ``::`` is that of a subscriber, to which the
-        publisher connects: ``"tcp://router:5557"``.
+        or ``"ipc:///tmp/events"``. The default, which is vLLM's, lets every machine that reaches this one read them. As
+        in vLLM, an address without ``*`` or ``::`` is that of a subscriber, to which the publisher connects:
+        ``"tcp://router:5557"``.
     replay_endpoint : str or None
         Where subscribers ask for what they missed; None for nowhere.
     topic : str
@@ -114,7 +117,9 @@ class KVEventPublisher:
             raise TypeError(f"topic must be a str, got {type(topic).__name__}")
         self._topic = topic.encode()
         self._queue: SimpleQueue[Event | None] = SimpleQueue()  # None wakes the thread
-        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
+        # Frames share their bytes with whatever waits for subscribers.
+        self._buffer: deque[tuple[bytes, zmq.Frame]] = deque(maxlen=buffer_steps)
+        self._num_malformed = 0
         self._pid, self._is_open, self.replay_endpoint = os.getpid(), True, replay_endpoint
         context = zmq.Context()
         try:
@@ -173,8 +178,10 @@ class KVEventPublisher:
                 if events:
                     self._send(next(numbers), events)
                 for replays in self._sockets[1:]:
-                    if replays.poll(0):
+                    while replays.poll(0):
                         self._replay(replays)
+                        if queue is not self._queue or not queue.empty():
+                            break  # events come first
         except Exception:
             _logger.exception("KV events are no longer published, since this failed")
         finally:
@@ -184,12 +191,20 @@ class KVEventPublisher:
     def _send(self, number: int, events: list[Event]) -> None:
         batch = msgspec.msgpack.encode((time.time(), [_as_map(event) for event in events], self._rank))
         self._sockets[0].send_multipart((self._topic, number.to_bytes(8, "big"), batch))
-        self._buffer.append((number.to_bytes(8, "big"), batch))
+        self._buffer.append((number.to_bytes(8, "big"), zmq.Frame(batch)))
 
     def _replay(self, replays: zmq.Socket[bytes]) -> None:
         client, *request = replays.recv_multipart()
         if len(request) != 2 or request[0] or len(request[1]) != 8:
-            _logger.warning("a request for KV events must be an empty frame and a number of 8 bytes, got %r", request)
+            self._num_malformed += 1
+            if self._num_malformed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...: a flood fills no log
+                _logger.warning(
+                    "a request for KV events must be an empty frame and a number of 8 bytes, got %d frames that begin "
+                    "with %r; %d such requests so far",
+                    len(request),
+                    b"".join(request)[:16],
+                    self._num_malformed,
+                )
             return
         for number, batch in self._buffer:
             if number >= request[1]:
@@ -202,7 +217,7 @@ def _open(
 ) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.ipv6 = "::" in endpoint
-    socket.set_hwm(hwm)
+    socket.sndhwm, socket.maxmsgsize = hwm, _MOST_BYTES
     try:
         (socket.bind if binds else socket.connect)(endpoint)
     except zmq.ZMQError as error:
@@ -219,10 +234,11 @@ def _of_rank(name: str, endpoint: str, rank: int) -> str:
     if not isinstance(endpoint, str) or not endpoint.startswith(("tcp://", "ipc://")):
         raise ValueError(f"{name} must begin with tcp:// or ipc://, got {endpoint!r}")
     address, _, port = endpoint.rpartition(":")
-    if not port.isdigit():
-        if rank == 0:
+    if not (port.isascii() and port.isdecimal()):
+        if rank == 0 and (port == "*" or endpoint.startswith("ipc://")):
             return endpoint
-        raise ValueError(f"{name} must end in a port, to which data_parallel_rank is added, got {endpoint!r}")
+        any_port = " or *" if rank == 0 else f", to which data_parallel_rank = {rank} is added"
+        raise ValueError(f"{name} must end in a port{any_port}, as in tcp://*:5557, got {endpoint!r}")
     if int(port) + rank > 65535:
         raise ValueError(f"{name} must have a port of at most 65535 with data_parallel_rank = {rank}, got {endpoint!r}")
     return f"{address}:{int(port) + rank}"

@@ -13,6 +13,7 @@ from pagedkv.memory import AllBlocksCleared, BlockRemoved, BlockStored
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
 
+from pagedkv.integrations import kv_events  # noqa: E402
 from pagedkv.integrations.kv_events import KVEventPublisher  # noqa: E402
 
 P = 4
@@ -225,7 +226,7 @@ def test_a_subscriber_that_loses_messages_knows_what_can_be_found():
     assert most > 8
 
 
-def test_a_replay_has_the_messages_that_are_kept():
+def test_a_replay_has_the_messages_that_are_kept(caplog):
     with KVEventPublisher(LOCAL, replay_endpoint=LOCAL, buffer_steps=3) as publisher:
         with Subscriber(publisher) as subscriber:
             for number in range(5):
@@ -241,11 +242,45 @@ def test_a_replay_has_the_messages_that_are_kept():
         with zmq.Context() as context, context.socket(zmq.DEALER) as client:
             client.linger = 0
             client.connect(publisher.replay_endpoint)
-            for wrong in ([b"x"], [b"", b"short"], [b"", bytes(8), b"more"], [b"x", bytes(8)]):
+            for wrong in ([b"x" * 4000], [b"", b"short"], [b"", bytes(8), b"more"], [b"x", bytes(8)]):
                 client.send_multipart(wrong)
             client.send_multipart([b"", b"\xff" * 8])
             assert client.poll(20_000)
             assert client.recv_multipart() == [b"", b"\xff" * 8, b""], "only the last request has an answer"
+    first, second, fourth = caplog.messages
+    assert first.endswith("got 1 frames that begin with b'xxxxxxxxxxxxxxxx'; 1 such requests so far")
+    assert second.endswith("got 2 frames that begin with b'short'; 2 such requests so far")
+    assert fourth.endswith("4 such requests so far")
+
+
+def test_all_requests_that_are_there_are_answered_before_it_waits_for_events(monkeypatch):
+    num_waits, take = [0], kv_events._take
+
+    def count(queue):
+        num_waits[0] += 1
+        return take(queue)
+
+    monkeypatch.setattr(kv_events, "_take", count)
+    with KVEventPublisher(LOCAL, replay_endpoint=LOCAL) as publisher, zmq.Context() as context:
+        clients = [context.socket(zmq.DEALER) for _ in range(60)]
+        for client in clients:
+            client.connect(publisher.replay_endpoint)
+            client.send_multipart([b"", b"\xff" * 8])
+        for client in clients:
+            assert client.poll(20_000)
+            client.close(linger=0)
+    assert num_waits[0] < 30
+
+
+def test_a_frame_that_is_too_long_ends_its_connection():
+    with KVEventPublisher(LOCAL, replay_endpoint=LOCAL) as publisher, zmq.Context() as context:
+        for kind, endpoint in [(zmq.DEALER, publisher.replay_endpoint), (zmq.XSUB, publisher.endpoint)]:
+            with context.socket(kind) as client, client.get_monitor_socket(zmq.EVENT_DISCONNECTED) as disconnected:
+                client.linger = 0
+                client.connect(endpoint)
+                client.send(b"\1" + bytes(5000))  # as a subscription
+                assert disconnected.poll(10_000)
+                client.disable_monitor()
 
 
 def test_a_subscriber_that_does_not_read_holds_nobody_up():
@@ -360,14 +395,17 @@ def test_a_publisher_connects_to_a_subscriber_that_has_an_address():
     [
         ({"endpoint": "5557"}, ValueError, "endpoint must begin with tcp:// or ipc://, got '5557'"),
         ({"replay_endpoint": "inproc://x"}, ValueError, "replay_endpoint must begin with tcp:// or ipc://"),
-        ({"endpoint": LOCAL, "data_parallel_rank": 1}, ValueError, "endpoint must end in a port"),
+        ({"endpoint": LOCAL, "data_parallel_rank": 1}, ValueError, "endpoint must end in a port, to which"),
+        ({"endpoint": "tcp://*:-1"}, ValueError, r"endpoint must end in a port or \*, as .*, got 'tcp://\*:-1'"),
+        ({"endpoint": "tcp://*:\u00b2"}, ValueError, r"endpoint must end in a port or \*"),
+        ({"replay_endpoint": "tcp://127.0.0.1"}, ValueError, r"replay_endpoint must end in a port or \*"),
         ({"endpoint": "tcp://*:65536"}, ValueError, "endpoint must have a port of at most 65535"),
         ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, ValueError, "with data_parallel_rank = 1, got"),
         ({"data_parallel_rank": -1}, ValueError, "data_parallel_rank must be at least 0"),
         ({"hwm": 0}, ValueError, "hwm must be at least 1"),
         ({"max_queue_size": 0}, ValueError, "max_queue_size must be at least 1"),
         ({"buffer_steps": -1}, ValueError, "buffer_steps must be at least 0"),
-        ({"endpoint": "tcp://*:no"}, OSError, r"endpoint tcp://\*:no cannot be had \(.*\): choose another, as in tcp"),
+        ({"endpoint": "tcp://*no:1"}, OSError, r"endpoint tcp://\*no:1 cannot be had \(.*\): choose another"),
     ],
 )
 def test_wrong_arguments_are_refused(options, error, message):
