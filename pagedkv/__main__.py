@@ -90,6 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words in ([], ["bench"]):
         words.append("--help")
+    if words[:1] == ["serve"]:
+        print(
+            "pagedkv has no server of its own; its source has one to read and run: python examples/serve.py "
+            "(docs/howto/serving.md)",
+            file=sys.stderr,
+        )
+        return 2
     chosen = place = missing = None
     if words[:1] == ["bench"] and (chosen := next((word for word in words if word in BENCHES), None)):
         place = f".bench.{BENCHES[chosen][0]}"
@@ -153,6 +160,7 @@ def _run(
     if drawing and not code:
         try:
             drawing.draw(rows, plot)
+            print(f"drawn in {plot}", file=sys.stderr)
         except (OSError, ValueError) as error:
             print(f"the plot cannot be written: {error}", file=sys.stderr)
             return 1

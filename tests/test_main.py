@@ -128,6 +128,11 @@ def test_refusals(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_the_server_is_elsewhere(capsys):
+    assert main(["serve", "--port", "8000"]) == 2
+    assert "python examples/serve.py (docs/howto/serving.md)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("called", "name"),
     [("/bin/pagedkv", "pagedkv"), ("pagedkv.exe", "pagedkv"), ("pagedkv/__main__.py", "python -m pagedkv")],

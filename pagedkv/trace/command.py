@@ -80,7 +80,13 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="W,W",
         help="tokens that each layer sees, or the layers that repeat: 128,all for every other layer (default: all)",
     )
-    parser.add_argument("--plot", metavar="PATH", help="also draw it; the suffix says how: .png, .svg, .pdf")
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const="trace.png",
+        metavar="PATH",
+        help="also draw it; the suffix says how: .png, .svg, .pdf (without a path: trace.png)",
+    )
 
 
 def run(

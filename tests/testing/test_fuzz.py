@@ -62,13 +62,15 @@ def test_rows_count_what_was_tried(capsys):
 
 
 @pytest.mark.usefixtures("only_merges")
-@pytest.mark.parametrize("minutes", [0.001, 0.02])
-def test_a_search_that_tries_nothing_does_not_pass(minutes, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "minutes"), [(["--minutes", "0.001"], 0.001), (["--minutes", "0.02"], 0.02), (["--seconds", "1"], 0.0167)]
+)
+def test_a_search_that_tries_nothing_does_not_pass(words, minutes, monkeypatch):
     """The time may be up before the first turn, or before a turn's first problem."""
     monkeypatch.setattr(fuzz, "play", lambda *arguments: fuzz.Turn("merge", 0))
     said = f"^no problem was tried in {minutes:g} minutes, which the start took: give --minutes more$"
     with pytest.raises(SystemExit, match=said):
-        main(["fuzz", "--minutes", str(minutes), "--processes", "1"])
+        main(["fuzz", *words, "--processes", "1"])
 
 
 @pytest.mark.usefixtures("only_merges")
@@ -177,7 +179,7 @@ def test_processes_end_without_a_word():
     assert "failed" in ended.stdout
 
 
-@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--backend", "tpu"], ["--backend", "cuda"]])
+@pytest.mark.parametrize("words", [["--minutes", "0"], ["--minutes", "x"], ["--seconds", "0"], ["--backend", "cuda"]])
 def test_refusals(words):
     with pytest.raises(SystemExit) as left:
         main(["fuzz", *words])

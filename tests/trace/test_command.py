@@ -167,8 +167,10 @@ def drawn(monkeypatch):
     return calls
 
 
-def test_bars_lines_and_points_of_the_plot(drawn, capsys):
-    out(capsys, *SMALL, "--block-sizes", "4,16,64", "--plot", "here.svg")
+@pytest.mark.parametrize(("words", "path"), [(["here.svg"], "here.svg"), ([], "trace.png")])
+def test_bars_lines_and_points_of_the_plot(drawn, capsys, words, path):
+    assert main(["trace", *SMALL, "--block-sizes", "4,16,64", "--plot", *words]) == 0
+    assert capsys.readouterr().err.endswith(f"drawn in {path}\n")
     bars = [(args, options) for name, args, options in drawn if name == "barh"]
     assert [options["label"] for _, options in bars] == list(plot.NAMES.values())
     assert np.sum([values for (_, values), _ in bars], axis=0) == pytest.approx([100] * 6)
@@ -176,7 +178,7 @@ def test_bars_lines_and_points_of_the_plot(drawn, capsys):
     lines = [options["label"] for name, _, options in drawn if name == "plot" and "label" in options]
     assert lines == ["contiguous, 200 each", "contiguous, oracle", "buddy, oracle", "paged, P = 16"]
     assert [args[0] for name, args, _ in drawn if name == "annotate"] == ["P = 4", "P = 16", "P = 64"]
-    assert ("savefig", ("here.svg",), {"dpi": 150}) in drawn
+    assert ("savefig", (path,), {"dpi": 150}) in drawn
 
 
 def test_a_plot_that_cannot_be_written_comes_after_the_table(monkeypatch, drawn, capsys):

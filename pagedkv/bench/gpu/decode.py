@@ -170,4 +170,10 @@ def run(
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of the command line to those of all benches."""
     measure.add_options(parser, GROUPS, SUBJECTS)
-    parser.add_argument("--plot", metavar="PATH", help="also draw bandwidth over length, as PNG")
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        const="decode.png",
+        metavar="PATH",
+        help="also draw bandwidth over length, as PNG (without a path: decode.png)",
+    )

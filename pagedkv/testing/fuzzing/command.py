@@ -48,10 +48,16 @@ def _minutes(text: str) -> float:
     raise ArgumentTypeError(f"must be a number above 0, got {text}")
 
 
+def _minutes_of_seconds(text: str) -> float:
+    return _minutes(text) / 60
+
+
 def add_options(parser: ArgumentParser) -> None:
     """Add the options of the command line."""
     parser.add_argument("--backend", choices=BACKENDS, default="cpu", help="what computes (default: cpu)")
-    parser.add_argument("--minutes", type=_minutes, default=5.0, metavar="N", help="how long (default: 5)")
+    how_long = parser.add_mutually_exclusive_group()
+    how_long.add_argument("--minutes", type=_minutes, default=5.0, metavar="N", help="how long (default: 5)")
+    how_long.add_argument("--seconds", type=_minutes_of_seconds, dest="minutes", metavar="N", help="in seconds")
     parser.add_argument("--seed", type=int, metavar="S", help="the same problems again (default: others each time)")
     parser.add_argument("--processes", type=int, metavar="N", help="at once (default: one for each core)")
     parser.add_argument(
@@ -107,7 +113,7 @@ def run(
     counts: Counter[str] = Counter()
     turns: Counter[str] = Counter()
     end = time.time() + 60 * minutes
-    progress(f"fuzz {backend}, seed {seed}: for {minutes:g} minutes (--minutes), after kernels are compiled")
+    progress(f"fuzz {backend}, seed {seed}: for {minutes:.3g} minutes (--minutes), after kernels are compiled")
     with closing(_turns(backend, seed, processes, end)) as done:  # which ends the processes
         for turn in done:
             counts[turn.operation] += turn.num_problems
@@ -122,7 +128,7 @@ def run(
             left = f"{minutes_left}:{seconds:02} left"
             progress(f"fuzz {backend}, seed {seed}: {counts.total():,} problems, none fails; {left}")
     if not counts.total():
-        raise SystemExit(f"no problem was tried in {minutes:g} minutes, which the start took: give --minutes more")
+        raise SystemExit(f"no problem was tried in {minutes:.3g} minutes, which the start took: give --minutes more")
     rows = [{"operation": name, "problems": counts[name], "turns": turns[name]} for name in sorted(counts)]
     total = {"operation": "all", "problems": counts.total(), "turns": turns.total(), "failed": 0, "seed": seed}
     return [*rows, total]

@@ -65,8 +65,8 @@ def test_rows_are_printed_before_they_are_drawn(monkeypatch, capsys):
     monkeypatch.setattr("pagedkv.__main__.find_spec", lambda name: True)
     monkeypatch.setattr(decode, "run", lambda **options: [{"decode": "lengths"}])
     monkeypatch.setattr(plot, "draw", lambda rows, path: printed.append((capsys.readouterr().out, rows, path)))
-    assert main(["bench", "decode", "--csv", "--plot", "here.png", "--only", "lengths"]) == 0
-    assert printed == [("decode\nlengths\n", [{"decode": "lengths"}], "here.png")]
+    assert main(["bench", "decode", "--csv", "--plot", "--only", "lengths"]) == 0
+    assert printed == [("decode\nlengths\n", [{"decode": "lengths"}], "decode.png")]
 
 
 def test_a_plot_of_something_else_is_refused(capsys):
