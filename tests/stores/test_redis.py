@@ -7,17 +7,16 @@ import pytest
 
 from pagedkv.stores.redis import RedisStore
 
+from . import redis_server
 from .caches import blocks_of, make_cache, text
-from .redis_server import redis_server
 from .test_prefixes import NUM_TOKENS, loaded, prefixes_of, stored
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed: the extra redis brings it")
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
+@pytest.fixture(params=redis_server.NAMES)
+def url(request, server_of):
+    return server_of(request.param).url
 
 
 def block(i):

@@ -7,8 +7,8 @@ from pagedkv.stores import FileStore, HostStore
 from pagedkv.stores.recycled import RecycledMemory
 from pagedkv.stores.redis import RedisStore
 
+from . import redis_server
 from .nixl_agent import host_and_store
-from .redis_server import redis_server
 
 BLOCK_BYTES, NUM_BLOCKS = 100, 6
 CAPACITY = NUM_BLOCKS * BLOCK_BYTES
@@ -23,19 +23,13 @@ def block(number, size=BLOCK_BYTES):
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def nixl_store():
     with host_and_store(CAPACITY, BLOCK_BYTES) as (_, store):
         yield store
 
 
-@pytest.fixture(params=["host", "file", "redis", "nixl"])
-def store(request, tmp_path):
+@pytest.fixture(params=["host", "file", "nixl", *redis_server.NAMES])
+def store(request, tmp_path, server_of):
     if request.param == "host":
         yield HostStore(CAPACITY, BLOCK_BYTES)
     elif request.param == "file":
@@ -46,9 +40,7 @@ def store(request, tmp_path):
         yield store
         store.remove(keys(*range(30)))
     else:
-        pytest.importorskip("redis", reason="redis-py is not installed: the extra redis brings it")
-        url = request.getfixturevalue("redis_url")
-        store = RedisStore(url, CAPACITY, prefix=request.node.name, timeout=10)
+        store = RedisStore(server_of(request.param).url, CAPACITY, prefix=request.node.name, timeout=10)
         yield store
         store.close()
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from pagedkv.stores import FileStore, HostStore
 
-from .redis_server import redis_server
+from .redis_server import program, redis_server
 
 BLOCK_BYTES, NUM_BLOCKS, TURNS = 2**20, 2**10, 3
 AT_ONCE = 16  # blocks of one get, as StoredPrefixes asks for them
@@ -73,15 +73,15 @@ def measure(name, store, data, peer_put, peer_get):
 def measure_redis(data, folder):
     from pagedkv.stores.redis import RedisStore
 
-    with redis_server(folder) as url:
-        socket = url.removeprefix("unix://")
+    with redis_server("redis", folder) as server:
+        socket = server.url.removeprefix("unix://")
 
         def benchmark(what):
             command = ["redis-benchmark", "-s", socket, "-t", what, "-d", str(BLOCK_BYTES), "-n", str(NUM_BLOCKS)]
             done = subprocess.run([*command, "-P", "16", "-c", "1", "-q"], capture_output=True, text=True, check=True)
             return float(re.findall(r"([\d.]+) requests per second", done.stdout)[-1]) * BLOCK_BYTES / 1e9
 
-        store = RedisStore(url, CAPACITY, timeout=60)
+        store = RedisStore(server.url, CAPACITY, timeout=60)
         keys, blocks = [i.to_bytes(16, "little") for i in range(NUM_BLOCKS)], [block.data for block in data]
         speeds = [[], [], [], []]
         for _ in range(TURNS):
@@ -116,7 +116,7 @@ def main():
         if "file" in wanted:
             with FileStore(folder / "blocks", CAPACITY, BLOCK_BYTES) as store:
                 measure("file, by a plain write, and read", store, data, write, lambda: np.fromfile(plain, np.uint8))
-        if "redis" in wanted and find_spec("redis") and shutil.which("redis-benchmark"):
+        if "redis" in wanted and find_spec("redis") and program("redis") and shutil.which("redis-benchmark"):
             measure_redis(data, folder)
         if "nixl" in wanted and find_spec("nixl_cu12"):
             from pagedkv.stores.nixl import NixlStore
