@@ -193,7 +193,7 @@ def flash_attn_with_kvcache(
         arguments = AttentionArguments(rows, k_cache, v_cache, tables, lens, **options, **stored, return_lse=True)
     else:
         tables, lens, options["leftpad"] = _behind_padding(
-            tables, lens, seqlen, k_cache.shape[1], cache_leftpad, "cache_seqlens"
+            tables, lens, seqlen, len(rows), k_cache.shape[1], cache_leftpad, "cache_seqlens"
         )
         starts = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device) * seqlen
         arguments = AttentionArguments(
@@ -294,7 +294,9 @@ def flash_attn_varlen_func(
     else:
         require_int32("block_table", block_table, (batch_size, None))
         tables, lens = block_table, cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    tables, lens, options["leftpad"] = _behind_padding(tables, lens, cu_seqlens_q.diff(), k.shape[1], None, name)
+    tables, lens, options["leftpad"] = _behind_padding(
+        tables, lens, cu_seqlens_q.diff(), len(q), k.shape[1], None, name
+    )
     out, lse = prefill_attention(q, k, v, tables, lens, cu_seqlens_q, **options, **stored, return_lse=True)
     return (out, lse.t().contiguous(), None) if return_attn_probs else out
 
@@ -390,7 +392,7 @@ def _tables(block_table: Any, cache_batch_idx: Any, batch_size: int, k_cache: An
 
 
 def _behind_padding(
-    tables: Any, lens: Any, query_lens: Any, block_size: int, leftpad: Any, name: str
+    tables: Any, lens: Any, query_lens: Any, num_tokens: int, block_size: int, leftpad: Any, name: str
 ) -> tuple[Any, Any, Any]:
     """Tables, lengths and padding, of sequences with fewer keys than queries as `behind_padding` says."""
     if lens.is_cuda or bool((lens >= query_lens).all()):
@@ -398,7 +400,8 @@ def _behind_padding(
     if leftpad is not None and bool(((leftpad < 0) | (leftpad > lens)).any()):
         raise ValueError(f"cache_leftpad must be in 0..cache_seqlens, got {leftpad.tolist()} for {lens.tolist()} keys")
     query_lens = torch.as_tensor(query_lens, dtype=torch.int32).broadcast_to(lens.shape)
-    tables, lens, padding = behind_padding(tables.numpy(), lens.numpy(), query_lens.numpy(), block_size, name)
+    arrays = tables.numpy(), lens.numpy(), query_lens.numpy()
+    tables, lens, padding = behind_padding(*arrays, num_tokens, block_size, name)
     return tables, lens, padding if leftpad is None else padding + leftpad.numpy()
 
 

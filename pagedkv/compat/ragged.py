@@ -24,7 +24,7 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
     room = np.diff(begin)
     lens = room if used is None else used.numpy()
     num_tokens = min(len(key), len(value))
-    if not len(begin) or begin[0] < 0 or (room < 0).any() or begin[-1] > num_tokens:
+    if not len(begin) or begin[0] < 0 or not never_decrease(begin) or begin[-1] > num_tokens:
         raise ValueError(f"{name} must never decrease, in 0..{num_tokens}, the tokens of k and v, got {begin.tolist()}")
     if lens.shape != room.shape or (lens > room).any():
         raise ValueError(f"seqused_k must be at most the tokens between {name}, {room.tolist()}, got {lens.tolist()}")
@@ -38,11 +38,19 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
     return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
 
 
-def behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int, name: str) -> tuple[Any, Any, Any]:
+def never_decrease(starts: Any) -> bool:
+    """Whether none of the starts, an array of NumPy, is below the one before; a difference of int32 may wrap."""
+    return bool((starts[1:] >= starts[:-1]).all())
+
+
+def behind_padding(
+    tables: Any, lens: Any, query_lens: Any, num_tokens: int, block_size: int, name: str
+) -> tuple[Any, Any, Any]:
     """Tables, lengths and padding of sequences that would have fewer keys than queries, which sit at their last keys.
 
     Blocks that nobody sees, in front of such a sequence, have room for its first queries. `name` is what the caller
-    calls the lengths, which are checked here, since those that come out fit the tables that come out.
+    calls the lengths, which are checked here, since those that come out fit the tables that come out. More queries than
+    `num_tokens`, the rows of q, get no room: the operation refuses them.
     """
     room = tables.shape[1] * block_size
     if len(tables) != len(lens) or ((lens < 0) | (lens > room)).any():
@@ -50,7 +58,7 @@ def behind_padding(tables: Any, lens: Any, query_lens: Any, block_size: int, nam
             f"{name} must be lengths in 0..{room}, the tokens of a row of block_table, one for each of its "
             f"{len(tables)} rows, got {lens.tolist()}"
         )
-    in_front = -(-np.maximum(query_lens - lens, 0) // block_size)
+    in_front = -(-(query_lens.clip(0, num_tokens) - lens).clip(0) // block_size)
     width = int((in_front - (-lens // block_size)).max())
     columns = np.arange(1, width + 1) - in_front[:, None]
     behind_zeros = np.pad(tables, ((0, 0), (1, 0)))

@@ -132,8 +132,8 @@ def _attend(
         if query_lens.shape != lens.shape or not (query_lens > lens.numpy()).any():
             raise
         name = "cu_seq_k" if seqused_k is None else "seqused_k"
-        padded = behind_padding(block_table.numpy(), lens.numpy(), query_lens, key.shape[1], name)
-        block_table, lens, options["leftpad"] = padded
+        arrays = block_table.numpy(), lens.numpy(), query_lens
+        block_table, lens, options["leftpad"] = behind_padding(*arrays, len(query), key.shape[1], name)
         result, lse = prefill_attention(query, key, value, block_table, lens, cum_seq_q, **options)
     return result, torch.from_numpy(lse.numpy().T.copy())  # torch takes longer to transpose so few
 

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 
 from pagedkv.compat.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+from ..support.allocations import at_most
+
 HKV, D = 2, 32
 
 
@@ -229,6 +231,10 @@ VARLEN = [
     ({"seqused_k": LENS}, "seqused_k must be at most the tokens between cu_seqlens_k, [2], got [3]"),
     ({"k": NEW[0].numpy()}, "k must be a torch.Tensor, got ndarray"),
     ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),
+    (
+        dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([1, -(2**31), -1]).int()),
+        "cu_seqlens_k must never decrease",
+    ),
 ]
 
 
@@ -238,6 +244,14 @@ def test_varlen_names_arguments_as_its_caller(changes, message):
     given = {"q": Q[0], "k": NEW[0], "v": NEW[0], "cu_seqlens_q": starts, "cu_seqlens_k": starts}
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         flash_attn_varlen_func(**given | changes)
+
+
+@pytest.mark.parametrize("starts", [[0, 2, 10**7], [0, 10**7, 2], [0, -(2**31), 2]], ids=str)
+def test_varlen_makes_no_room_for_queries_that_q_has_not(starts):
+    keys, pages = torch.tensor([0, 1, 2]).int(), torch.tensor([[0], [0]]).int()
+    for k, where in ((NEW[0], {}), (CACHE, {"block_table": pages})):
+        with at_most(2**20), pytest.raises(ValueError, match="cu_seqlens_q must"):
+            flash_attn_varlen_func(Q[0], k, k, torch.tensor(starts).int(), keys, **where)
 
 
 def test_hints_change_nothing_and_unknown_names_are_a_type_error():

@@ -9,6 +9,7 @@ import torch
 
 from pagedkv.compat import flashinfer
 
+from ..support.allocations import at_most
 from ..support.problems import Spec, as_torch, assert_close, build
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
@@ -188,11 +189,21 @@ def test_more_tokens_than_keys(causal):
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
     wrapper.plan(starts, indptr, indices, last, 4, 2, 64, 8, causal=causal, q_data_type=torch.float32)
     out = wrapper.run(q, cache)
+    assert torch.equal(wrapper.run(q, cache), out)
     k, v = (x.repeat_interleave(2, dim=1).double() for x in cache[2, :, :3])
     seen = torch.ones(7, 3).tril(3 - 7) if causal else torch.ones(7, 3)
     logits = torch.einsum("qhd,khd->hqk", q[:7].double(), k) / 8
     weights = logits.masked_fill(seen == 0, -torch.inf).softmax(dim=2).nan_to_num(0.0)
     torch.testing.assert_close(out[:7].double(), torch.einsum("hqk,khd->qhd", weights, v), atol=1e-5, rtol=1e-5)
+
+
+def test_no_room_is_made_for_tokens_that_q_has_not():
+    starts, indptr, indices, last = (torch.tensor(x).int() for x in ([0, 10**7], [0, 1], [2], [3]))
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    with at_most(2**20):
+        wrapper.plan(starts, indptr, indices, last, 4, 2, 64, 8, q_data_type=torch.float32)
+        with pytest.raises(ValueError, match=r"q must have shape .* = \(10000000, 4, 64\), as planned"):
+            wrapper.run(torch.zeros(9, 4, 64), torch.zeros(4, 2, 8, 2, 64))
 
 
 def test_new_tokens_know_their_requests_and_positions():
@@ -204,6 +215,9 @@ def test_new_tokens_know_their_requests_and_positions():
     assert positions.tolist() == [*range(45), *range(8), *range(25), *range(22)]
     with pytest.raises(ValueError, match="nnz must be 100"):
         flashinfer.get_batch_indices_positions(starts, lens, 99)
+    for wrong in (starts.flip(0), starts + 1):
+        with pytest.raises(ValueError, match="append_indptr must begin with 0 and never decrease"):
+            flashinfer.get_batch_indices_positions(wrong, lens, 100)
 
 
 def test_tokens_outside_of_the_pages_of_their_request_are_refused():
@@ -243,6 +257,7 @@ PLAN = [
     ({"last_page_len": torch.tensor([9, 0, 8]).int()}, "last_page_len must be in 1..page_size = 1..8, got [9, 0, 8]"),
     ({"indptr": torch.tensor([0, 5]).int()}, "indptr must have 4 entries"),
     ({"indptr": torch.tensor([-4, -4, -4, -4]).int()}, "from at least 0"),
+    ({"indptr": torch.tensor([1, 1, -(2**31), -1]).int()}, "never decrease"),
     ({"indices": torch.arange(8)}, "indices must be a tensor of torch.int32, got torch.int64"),
     ({"last_page_len": np.ones(3, np.int32)}, "last_page_len must be a tensor of torch.int32, got ndarray"),
 ]

@@ -176,6 +176,7 @@ STARTS = torch.tensor([0, 3], dtype=torch.int32)
         ({"cu_seq_k": STARTS.flip(0)}, ValueError, "cu_seq_k must never decrease, in 0..4, .* got [3, 0]"),
         ({"cu_seq_q": STARTS.long()}, TypeError, "cu_seq_q must have dtype torch.int32, got torch.int64"),
         ({"cu_seq_q": STARTS * 2}, ValueError, "cu_seq_q must end at or before num_tokens = 4, got 6"),
+        ({"cu_seq_q": torch.tensor([0, 2**31 - 1]).int()}, ValueError, "cu_seq_q must end at or before num_tokens = 4"),
         ({"value": torch.zeros(4, 2, 32)}, ValueError, "value must have shape"),
         ({"seqused_k": STARTS[1:] + 1}, ValueError, "seqused_k must be at most .* [3], got [4]"),
         ({"block_table": STARTS[None]}, ValueError, "seqused_k must say .* where block_table is given, got None"),

@@ -9,6 +9,7 @@ import torch
 from ...arrays import between_graphs
 from ...operations.caches import write_kv
 from ..arguments import in_words, require_int32, require_tensors
+from ..ragged import never_decrease
 
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
@@ -50,10 +51,13 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     (tensor([0, 1, 1], dtype=torch.int32), tensor([4, 3, 4], dtype=torch.int32))
     """
     require_int32("append_indptr", append_indptr, (len(seq_lens) + 1,))
+    starts = append_indptr.cpu().numpy()
+    if starts[0] != 0 or not never_decrease(starts):
+        raise ValueError(f"append_indptr must begin with 0 and never decrease, got {starts.tolist()}")
+    if starts[-1] != nnz:
+        raise ValueError(f"nnz must be {starts[-1]}, the tokens of append_indptr, got {nnz}")
     requests = torch.arange(len(seq_lens), dtype=torch.int32, device=append_indptr.device)
     batch_indices = requests.repeat_interleave(append_indptr.diff())
-    if len(batch_indices) != nnz:
-        raise ValueError(f"nnz must be {len(batch_indices)}, the tokens of append_indptr, got {nnz}")
     shifts = seq_lens.to(append_indptr) - append_indptr[1:]
     positions = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device) + shifts[batch_indices.long()]
     return batch_indices, positions

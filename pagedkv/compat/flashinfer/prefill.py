@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..arguments import require_int32, require_tensors
-from ..ragged import behind_padding
+from ..ragged import never_decrease
 from .wrapper import Wrapper, require_plain
 
 
@@ -107,7 +107,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         self._set_options((num_qo_heads, num_kv_heads, head_dim_qk), window_left, logits_soft_cap, sm_scale)
         starts = qo_indptr.cpu().numpy().copy()
         query_lens, lens = np.diff(starts), self._lens_on_host
-        if starts[0] != 0 or (query_lens < 0).any():
+        if starts[0] != 0 or not never_decrease(starts):
             raise ValueError(f"qo_indptr must begin with 0 and never decrease, got {starts.tolist()}")
         self._num_rows, self._masks = int(starts[-1]), {"causal": causal}
         if mask is not None:
@@ -118,9 +118,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                     "qo_indptr must give no request more tokens than it has keys, with a mask or on a GPU, "
                     f"got {query_lens.tolist()} for {lens.tolist()} keys"
                 )
-            padded = behind_padding(self._tables, lens, query_lens, page_size, "last_page_len")
-            self._tables, self._lens, self._masks["leftpad"] = padded
-            self._max_seq_len = int(self._lens.max())
+            self._query_lens = query_lens
         on_device = starts if self.device.type == "cpu" else torch.from_numpy(starts).to(self.device)
         self._starts = {"query_starts": on_device}
         self._planned = True

@@ -11,6 +11,7 @@ from ...arrays import between_graphs, host_view
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.prepared import attend
 from ..arguments import in_words, require_int32, require_tensors
+from ..ragged import behind_padding, never_decrease
 from .cascade import LN2
 from .page import FLOAT8, unpack
 
@@ -68,12 +69,12 @@ class Wrapper:
         for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
             require_int32(name, x, (None,))
         starts, pages, last = (x.cpu().numpy() for x in (indptr, indices, last_page_len))
-        counts = np.diff(starts)
-        if len(starts) != len(last) + 1 or starts[0] < 0 or (counts < 0).any() or starts[-1] > len(pages):
+        if len(starts) != len(last) + 1 or starts[0] < 0 or not never_decrease(starts) or starts[-1] > len(pages):
             raise ValueError(
                 f"indptr must have {len(last) + 1} entries, one more than last_page_len, from at least 0 up to at most "
                 f"{len(pages)}, the length of indices, and never decrease, got {starts.tolist()}"
             )
+        counts = np.diff(starts)
         has_pages = counts > 0
         if ((last < 1) | (last > page_size))[has_pages].any():
             raise ValueError(f"last_page_len must be in 1..page_size = 1..{page_size}, got {last.tolist()}")
@@ -85,6 +86,14 @@ class Wrapper:
         self._lens: Any = lens if self.device.type == "cpu" else torch.from_numpy(lens).to(self.device)
         self._lens_on_host, self._page_size = lens, page_size
         self._prepared: dict[Any, Any] = {}
+        self._query_lens: Any = None
+
+    def _pad(self) -> None:
+        """Put requests with fewer keys than tokens behind padding, once a q has shown that there are so many tokens."""
+        arrays = self._tables, self._lens, self._query_lens
+        padded = behind_padding(*arrays, self._num_rows, self._page_size, "last_page_len")
+        self._tables, self._lens, self._masks["leftpad"] = padded
+        self._max_seq_len, self._query_lens = int(self._lens.max()), None
 
     def _set_types(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
         self._q_dtype = _dtype("q_data_type", "float16" if q_data_type is None else q_data_type)
@@ -168,6 +177,8 @@ class Wrapper:
                 f"got {lse.dtype} and {tuple(lse.shape)}"
             )
         caches, stored = self._caches(paged_kv_cache)
+        if self._query_lens is not None:
+            self._pad()
         q_scale, k_scale, v_scale = map(_one_number, ("q_scale", "k_scale", "v_scale"), (q_scale, k_scale, v_scale))
         stored |= {"layout": self._layout, "max_seq_len": self._max_seq_len}
         options = {
