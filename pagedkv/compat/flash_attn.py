@@ -15,11 +15,13 @@ import torch
 
 from ..arrays import between_graphs
 from ..calls import AttentionArguments
+from ..memory.arguments import as_int
 from ..operations.attention import attend, prefill_attention
 from ..operations.caches import write_kv
 from ..operations.rotary import apply_rotary
+from ..validation import require
 from ..validation.attention import attention_call
-from .arguments import in_words, require_int32
+from .arguments import as_int32, contiguous_rows, in_words, number
 from .ragged import as_blocks, behind_padding
 
 FP8_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -37,11 +39,12 @@ _WORDS_OF_CACHES = {
     },
     **{"interleaved": "rotary_interleaved", "slots": "block_table or cache_batch_idx"},
 }
+_LOOKED_INTO = ("alibi_slopes", "k_descale", "v_descale")
 _WORDS_OF_RAGGED = {**_WORDS, "seq_lens": "cu_seqlens_k or seqused_k"}
 
 
 @between_graphs
-@in_words(_WORDS_OF_CACHES, ("q", "k_cache", "v_cache", "k", "v", "alibi_slopes", "k_descale", "v_descale"))
+@in_words(_WORDS_OF_CACHES, ("q", "k_cache", "v_cache", "k", "v", *_LOOKED_INTO))
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -140,6 +143,7 @@ def flash_attn_with_kvcache(
     """
     _refuse(refused)
     _require_no_grad(q, k_cache, v_cache, k, v)
+    require.boolean("return_softmax_lse", return_softmax_lse)
     if page_table is not None:
         if block_table is not None:
             raise ValueError("block_table and page_table are two names of one argument: give one of them")
@@ -156,11 +160,11 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens must say where k goes, got None")
         cache_seqlens = tables.shape[1] * k_cache.shape[1]
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
+        cache_seqlens = as_int("cache_seqlens", cache_seqlens, maximum=2**31 - 1)
         cache_seqlens = torch.full((batch_size,), cache_seqlens, dtype=torch.int32, device=q.device)
-    lens = cache_seqlens
-    require_int32("cache_seqlens", lens, (batch_size,))
+    lens = as_int32("cache_seqlens", cache_seqlens, (batch_size,))
     if cache_leftpad is not None:
-        require_int32("cache_leftpad", cache_leftpad, (batch_size,))
+        cache_leftpad = as_int32("cache_leftpad", cache_leftpad, (batch_size,))
     options = _options(causal, window_size, softcap, alibi_slopes, softmax_scale)
     stored = _stored(k_cache, v_cache, k_descale, v_descale, batch_size)
     k_cache, v_cache = stored.pop("caches")
@@ -168,7 +172,7 @@ def flash_attn_with_kvcache(
     if k is not None:
         if v is None or (rotary_cos is None) != (rotary_sin is None):
             raise ValueError("k needs v, and rotary_cos needs rotary_sin")
-        if k.dim() != 4 or len(k) != batch_size or k.shape != v.shape:
+        if k.dim() != 4 or k.shape[:1] != q.shape[:1] or k.shape != v.shape:
             raise ValueError(
                 f"k and v must have shape ({batch_size}, seqlen_new, num_kv_heads, head_dim), "
                 f"got {tuple(k.shape)} and {tuple(v.shape)}"
@@ -177,16 +181,16 @@ def flash_attn_with_kvcache(
         rotation = {}
         if rotary_cos is not None:
             rotation = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-            is_local = causal or tuple(window_size) != (-1, -1)
+            is_local = causal or not options["window"] is options["window_right"] is None
             q = _rotated(q, lens, is_local, rotation)
             rotation["positions"] = positions
-        flat_k, flat_v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        flat_k, flat_v = (contiguous_rows(x.flatten(0, 1)) for x in (k, v))
         write = partial(write_kv, flat_k, flat_v, k_cache, v_cache, slots, **rotation, **stored)
         lens = lens + k.shape[1]
     elif v is not None or rotary_cos is not None or rotary_sin is not None:
         raise ValueError("v, rotary_cos and rotary_sin need k")
 
-    rows = q.reshape(batch_size * seqlen, num_heads, head_dim)
+    rows = contiguous_rows(q.flatten(0, 1))
     is_decode = seqlen == 1 and cache_leftpad is None and (alibi_slopes is None or alibi_slopes.dim() == 1)
     if is_decode:
         del options["causal"], options["window_right"]  # there is no later key
@@ -208,7 +212,7 @@ def flash_attn_with_kvcache(
 
 
 @between_graphs
-@in_words(_WORDS_OF_RAGGED, ("q", "k", "v", "alibi_slopes", "k_descale", "v_descale"))
+@in_words(_WORDS_OF_RAGGED, ("q", "k", "v", *_LOOKED_INTO))
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -278,22 +282,25 @@ def flash_attn_varlen_func(
     """
     _refuse(refused)
     _require_no_grad(q, k, v)
+    require.boolean("return_attn_probs", return_attn_probs)
     if not isinstance(dropout_p, (int, float)) or dropout_p:
         raise ValueError(f"dropout_p must be 0.0, got {dropout_p}: pagedkv has no dropout")
     options = _options(causal, window_size, softcap, alibi_slopes, softmax_scale)
-    require_int32("cu_seqlens_q", cu_seqlens_q, (None,))
+    cu_seqlens_q = as_int32("cu_seqlens_q", cu_seqlens_q, (None,))
     batch_size, name = len(cu_seqlens_q) - 1, "cu_seqlens_k" if seqused_k is None else "seqused_k"
+    if batch_size < 0:
+        raise ValueError("cu_seqlens_q must have shape (batch_size + 1,), got (0,)")
     if seqused_k is not None:
-        require_int32("seqused_k", seqused_k, (batch_size,))
+        seqused_k = as_int32("seqused_k", seqused_k, (batch_size,))
     if cu_seqlens_k is not None or block_table is None or seqused_k is None:
-        require_int32("cu_seqlens_k", cu_seqlens_k, (batch_size + 1,))
+        cu_seqlens_k = as_int32("cu_seqlens_k", cu_seqlens_k, (batch_size + 1,))
     stored = _stored(k, v, k_descale, v_descale, batch_size)
-    k, v = stored.pop("caches")
+    q, k, v = map(contiguous_rows, (q, *stored.pop("caches")))
     if block_table is None:
         k, v, tables, lens = as_blocks(k, v, cu_seqlens_k, seqused_k, "cu_seqlens_k")
     else:
-        require_int32("block_table", block_table, (batch_size, None))
-        tables, lens = block_table, cu_seqlens_k.diff() if seqused_k is None else seqused_k
+        tables = as_int32("block_table", block_table, (batch_size, None))
+        lens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     tables, lens, options["leftpad"] = _behind_padding(
         tables, lens, cu_seqlens_q.diff(), len(q), k.shape[1], None, name
     )
@@ -330,6 +337,7 @@ def _require_no_grad(*tensors: Any) -> None:
 
 def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, scale: float | None) -> dict[str, Any]:
     """Convert options to those of pagedkv.prefill_attention."""
+    require.boolean("causal", causal)
     try:
         left, right = map(index, window_size)
     except (TypeError, ValueError) as error:
@@ -338,9 +346,9 @@ def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, 
         "causal": causal,
         "window": left + 1 if left >= 0 else None,
         "window_right": right if right >= 0 and not causal else None,
-        "softcap": softcap or None,
-        "alibi_slopes": alibi_slopes,
-        "scale": scale,
+        "softcap": number("softcap", softcap) or None,
+        "alibi_slopes": None if alibi_slopes is None else contiguous_rows(alibi_slopes),
+        "scale": number("softmax_scale", scale),
     }
 
 
@@ -363,8 +371,10 @@ def _stored(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any, batch_si
 
 def _scale(name: str, descale: Any, batch_size: int) -> Any:
     """Read the scale of each KV head from (batch_size, num_kv_heads) equal rows."""
-    if descale is None or descale.dim() == 1 or not batch_size:
-        return descale if batch_size else None
+    if descale is None or not batch_size:
+        return None
+    if descale.dim() == 1:
+        return contiguous_rows(descale)
     if descale.dim() != 2 or len(descale) != batch_size:
         raise ValueError(f"{name} must have shape ({batch_size}, num_kv_heads), got {tuple(descale.shape)}")
     # A row that is repeated by expand() is seen without reading it, also on a GPU.
@@ -378,14 +388,13 @@ def _tables(block_table: Any, cache_batch_idx: Any, batch_size: int, k_cache: An
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError("cache_batch_idx is for contiguous caches: give it or block_table")
-        require_int32("block_table", block_table, (batch_size, None))
-        return block_table
+        return as_int32("block_table", block_table, (batch_size, None))
     rows = len(k_cache)
     if cache_batch_idx is None:
         if rows < batch_size:
             raise ValueError(f"k_cache must have a row for each of {batch_size} sequences, got {rows}")
         return torch.arange(batch_size, dtype=torch.int32, device=k_cache.device)[:, None]
-    require_int32("cache_batch_idx", cache_batch_idx, (batch_size,))
+    cache_batch_idx = as_int32("cache_batch_idx", cache_batch_idx, (batch_size,))
     if not cache_batch_idx.is_cuda and bool(((cache_batch_idx < 0) | (cache_batch_idx >= rows)).any()):
         raise IndexError(f"cache_batch_idx must be rows of k_cache in 0..{rows - 1}, got {cache_batch_idx.tolist()}")
     return cache_batch_idx[:, None]
@@ -420,8 +429,7 @@ def _new_slots(k: Any, tables: Any, lens: Any, block_size: int) -> tuple[Any, An
 
 def _rotated(q: Any, lens: Any, is_local: bool, rotation: dict[str, Any]) -> Any:
     """q at positions from lens on, or all of it at position lens."""
-    batch_size, seqlen = q.shape[:2]
-    steps = torch.arange(seqlen if is_local else 1, dtype=torch.int32, device=lens.device)
-    positions = (lens[:, None] + steps).expand(batch_size, seqlen).reshape(-1)
-    rows, _ = apply_rotary(q.reshape(-1, *q.shape[2:]), None, positions=positions, **rotation)
+    steps = torch.arange(q.shape[1], dtype=torch.int32, device=lens.device)
+    positions = (lens[:, None] + steps * is_local).flatten()
+    rows, _ = apply_rotary(contiguous_rows(q.flatten(0, 1)), None, positions=positions, **rotation)
     return rows.view(q.shape)

@@ -16,9 +16,10 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
     """
     if starts is None:
         raise ValueError(f"{name} must say where each sequence begins where block_table is not given, got None")
-    if key.dim() != 3:
+    if key.dim() != 3 or value.dim() != 3:
         raise ValueError(
-            f"k must have shape (total_k, num_kv_heads, head_dim), or pages with a block_table, got {tuple(key.shape)}"
+            "k and v must have shape (total_k, num_kv_heads, head_dim), or pages with a block_table, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
     begin = starts.numpy()
     room = np.diff(begin)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..operations.attention import prefill_attention
-from .arguments import in_words
+from .arguments import as_int32, in_words
 from .ragged import as_blocks, behind_padding
 
 OLDEST, BEFORE = (2, 13), (2, 15)
@@ -110,9 +110,10 @@ def _attend(
         raise ValueError(
             "dropout_p, return_debug_mask and alibi_slopes are not served here: varlen_attn has none of them"
         )
-    for name, x in (("cu_seq_q", cum_seq_q), ("cu_seq_k", cum_seq_k), ("seqused_k", seqused_k)):
-        if x is not None and x.dtype != torch.int32:
-            raise TypeError(f"{name} must have dtype torch.int32, got {x.dtype}")
+    cum_seq_q, cum_seq_k, seqused_k = (
+        None if x is None else as_int32(name, x, (None,))
+        for name, x in (("cu_seq_q", cum_seq_q), ("cu_seq_k", cum_seq_k), ("seqused_k", seqused_k))
+    )
     if block_table is None:
         key, value, block_table, lens = as_blocks(key, value, cum_seq_k, seqused_k, "cu_seq_k")
     elif seqused_k is None:

@@ -47,6 +47,11 @@ def rotated(x, positions, cos, sin, interleaved):
     return result.to(x.dtype)
 
 
+def strided(x):
+    """x with a stride in its last axis."""
+    return torch.stack([x, x.flip(-1)], -1)[..., 0]
+
+
 @st.composite
 def kvcache_cases(draw):
     """The parameters of test_flash_attn_kvcache of FlashAttention, with page sizes of any number."""
@@ -54,6 +59,8 @@ def kvcache_cases(draw):
     new_kv = draw(st.booleans())
     page = draw(st.sampled_from([None, 7, 16, 256]))
     return {
+        "batch": draw(st.sampled_from([1, 3])),
+        "are_strided": draw(st.booleans()),
         "seqlen_q": seqlen_q,
         "seqlen_k": seqlen_k,
         "group": draw(st.sampled_from([1, 3])),
@@ -76,7 +83,7 @@ def kvcache_cases(draw):
 @given(case=kvcache_cases())
 def test_kvcache_meets_dense_attention(case):
     torch.manual_seed(case["seed"])
-    seqlen_q, seqlen_k, batch = case["seqlen_q"], case["seqlen_k"], 3
+    seqlen_q, seqlen_k, batch = case["seqlen_q"], case["seqlen_k"], case["batch"]
     heads, page = HKV * case["group"], case["page"]
     q = torch.randn(batch, seqlen_q, heads, D)
     k_new, v_new = torch.randn(2, batch, seqlen_q, HKV, D)
@@ -100,10 +107,10 @@ def test_kvcache_meets_dense_attention(case):
     k_cache, v_cache = caches[0].clone(), caches[1].clone()
     new = {"k": k_new, "v": v_new, "rotary_interleaved": interleaved, **tables_of_angles} if case["new_kv"] else {}
     options = {name: case[name] for name in ("causal", "window_size", "softcap")}
-    out, lse = flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=lens, cache_leftpad=leftpad, alibi_slopes=slopes, return_softmax_lse=True,
-        **new, **where, **options,
-    )  # fmt: skip
+    given = {"q": q, "cache_seqlens": lens, "cache_leftpad": leftpad, "alibi_slopes": slopes, **new, **where}
+    if case["are_strided"]:
+        given |= {name: strided(x) for name, x in given.items() if isinstance(x, torch.Tensor) and "rotary" not in name}
+    out, lse = flash_attn_with_kvcache(k_cache=k_cache, v_cache=v_cache, return_softmax_lse=True, **given, **options)
 
     is_local = case["causal"] or case["window_size"] != (-1, -1)
     for i, length in enumerate(lens.tolist()):
@@ -162,6 +169,34 @@ def test_varlen_meets_dense_attention(lens, causal, window_size, page, seed):
         torch.testing.assert_close(lse[:, rows].double(), expected_lse, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("page", [None, 8])
+@pytest.mark.parametrize("window_size", [(-1, -1), (-2, -7)], ids=str)
+def test_all_queries_of_one_sequence_are_rotated_as_its_next_token(window_size, page):
+    q, k_cache, v_cache = torch.randn(1, 3, 4, D), *torch.randn(2, 2, 8, HKV, D)
+    cos, sin, k = torch.rand(9, 4), torch.rand(9, 4), torch.randn(1, 2, HKV, D)
+    where = {} if page is None else {"block_table": torch.tensor([[1, 0]]).int()}
+    given = {"k": k, "v": k, "rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 5, "window_size": window_size}
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, **given, **where)
+    row = 0 if page is None else 1
+    queries = rotated(q[0], torch.full((3,), 5), cos, sin, True)
+    expected, _ = dense(queries, k_cache[row, :7], v_cache[row, :7], causal=False, window_size=(-1, -1))
+    torch.testing.assert_close(out[0].double(), expected, atol=3e-5, rtol=1e-4)
+
+
+def test_tensors_that_repeat_elements():
+    """All sequences read one row of one cache, and have one query, one length and one slope for all heads."""
+    q, cache = torch.randn(1, 2, 1, D), torch.randn(1, 8, 1, D)
+    many, lens, slopes = q.expand(3, 2, 4, D), torch.tensor([5]).int(), torch.tensor([0.5])
+    keys = cache.expand(3, 8, HKV, D)
+    options = {"cache_seqlens": lens.expand(3), "cache_leftpad": lens.new_tensor([2]).expand(3), "causal": True}
+    out = flash_attn_with_kvcache(many, keys, keys, alibi_slopes=slopes.expand(4), **options)
+    masks = {"causal": True, "window_size": (-1, -1), "leftpad": 2, "slopes": slopes.expand(4)}
+    expected, _ = dense(many[0], keys[0, :5], keys[0, :5], **masks)
+    torch.testing.assert_close(out.double(), expected.expand(3, 2, 4, D), atol=3e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="k_cache must not repeat an element"):
+        flash_attn_with_kvcache(many, keys, keys, many[:, :, :2], many[:, :, :2], cache_seqlens=3)
+
+
 Q, CACHE, NEW = torch.zeros(1, 2, 4, D), torch.zeros(1, 8, HKV, D), torch.zeros(1, 2, HKV, D)
 LENS, ANGLES = torch.tensor([3]).int(), torch.ones(9, D // 2)
 PAIR, ROWS, FULL_AND_SHORT = Q.repeat(2, 1, 1, 1), torch.zeros(2, 1).int(), torch.tensor([9, 1]).int()
@@ -205,6 +240,18 @@ REFUSED = [
     ({"k_descale": torch.ones(1, HKV)}, "k_descale and v_descale are for caches of fp8"),
     ({"q": Q[0]}, "q must have shape (batch_size, seqlen, num_heads, head_dim)"),
     ({"k": NEW, "v": NEW, "cache_seqlens": LENS, "softcap": -1.0}, "softcap must be positive"),
+    (
+        {"k": NEW, "v": NEW, "cache_seqlens": LENS, "return_softmax_lse": LENS.repeat(2)},
+        "return_softmax_lse must be True or False, got tensor([3, 3]",
+    ),
+    ({"causal": LENS.repeat(2)}, "causal must be True or False, got tensor([3, 3]"),
+    ({"cache_seqlens": 2**40}, "cache_seqlens must be at most 2147483647, got 1099511627776"),
+    ({"cache_seqlens": LENS.to("meta")}, "cache_seqlens must be a dense tensor with data, got one of torch.strided on"),
+    ({"q": None}, "q must be a torch.Tensor, got NoneType"),
+    ({"q": Q.to_sparse()}, "q must be a dense tensor with data, got one of torch.sparse_coo on cpu"),
+    ({"q": Q[..., :0], "k": NEW, "v": NEW, "cache_seqlens": LENS}, "q must have shape"),
+    ({"softcap": torch.ones(2)}, "softcap must be one number, got (2,)"),
+    ({"softmax_scale": torch.tensor(True)}, "softmax_scale must be a number, got bool"),
 ]
 
 
@@ -216,6 +263,15 @@ def test_what_cannot_be_honoured_is_refused_and_nothing_is_written(changes, mess
         flash_attn_with_kvcache(given.pop("q"), k_cache, v_cache, **given)
     assert not k_cache.any()
     assert not v_cache.any()
+
+
+def test_a_number_may_be_a_tensor_of_one_element():
+    q, k = torch.randn(2, 1, 3, 4, D)
+    options = {"softmax_scale": 0.5, "softcap": 2.0}
+    expected = flash_attn_with_kvcache(q, k, k, **options)
+    for wrap in (torch.tensor, lambda x: torch.tensor([x], dtype=torch.float64)):
+        given = {name: wrap(x) for name, x in options.items()}
+        assert torch.equal(flash_attn_with_kvcache(q, k, k, **given), expected)
 
 
 def test_no_queries():
@@ -230,6 +286,10 @@ VARLEN = [
     ({"k": CACHE, "v": CACHE}, "head_dim), or pages with a block_table, got"),
     ({"seqused_k": LENS}, "seqused_k must be at most the tokens between cu_seqlens_k, [2], got [3]"),
     ({"k": NEW[0].numpy()}, "k must be a torch.Tensor, got ndarray"),
+    ({"cu_seqlens_q": torch.tensor([]).int()}, "cu_seqlens_q must have shape (batch_size + 1,), got (0,)"),
+    ({"v": None}, "v must be a torch.Tensor, got NoneType"),
+    ({"v": torch.tensor(1.0)}, "k and v must have shape (total_k, num_kv_heads, head_dim)"),
+    ({"return_attn_probs": torch.ones(2)}, "return_attn_probs must be True or False, got tensor([1., 1.])"),
     ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),
     (
         dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([1, -(2**31), -1]).int()),

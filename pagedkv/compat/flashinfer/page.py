@@ -8,7 +8,7 @@ import torch
 
 from ...arrays import between_graphs
 from ...operations.caches import write_kv
-from ..arguments import in_words, require_int32, require_tensors
+from ..arguments import as_int32, in_words, require_tensors
 from ..ragged import never_decrease
 
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -50,7 +50,7 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     >>> flashinfer.get_batch_indices_positions(torch.tensor([0, 1, 3]).int(), torch.tensor([5, 5]), 3)
     (tensor([0, 1, 1], dtype=torch.int32), tensor([4, 3, 4], dtype=torch.int32))
     """
-    require_int32("append_indptr", append_indptr, (len(seq_lens) + 1,))
+    as_int32("append_indptr", append_indptr, (len(seq_lens) + 1,))
     starts = append_indptr.cpu().numpy()
     if starts[0] != 0 or not never_decrease(starts):
         raise ValueError(f"append_indptr must begin with 0 and never decrease, got {starts.tolist()}")
@@ -107,9 +107,9 @@ def append_paged_kv_cache(
     """
     require_tensors(append_key=append_key, append_value=append_value)
     for name, x in (("batch_indices", batch_indices), ("positions", positions)):
-        require_int32(name, x, (len(append_key),))
+        as_int32(name, x, (len(append_key),))
     for name, x in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr), ("kv_last_page_len", kv_last_page_len)):
-        require_int32(name, x, (None,))
+        as_int32(name, x, (None,))
     caches = unpack(paged_kv_cache)
     page_size = caches[0].shape[1 if kv_layout == "NHD" else 2]
     if not batch_indices.is_cuda:

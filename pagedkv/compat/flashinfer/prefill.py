@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arguments import require_int32, require_tensors
+from ..arguments import as_int32, require_tensors
 from ..ragged import never_decrease
 from .wrapper import Wrapper, require_plain
 
@@ -101,7 +101,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         mask = None if custom_mask is None else _flat_mask("custom_mask", custom_mask, torch.bool)
         if packed_custom_mask is not None:
             mask = _flat_mask("packed_custom_mask", packed_custom_mask, torch.uint8)
-        require_int32("qo_indptr", qo_indptr, (len(paged_kv_last_page_len) + 1,))
+        as_int32("qo_indptr", qo_indptr, (len(paged_kv_last_page_len) + 1,))
         self._set_types(q_data_type, kv_data_type, o_data_type)
         self._set_tables(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         self._set_options((num_qo_heads, num_kv_heads, head_dim_qk), window_left, logits_soft_cap, sm_scale)

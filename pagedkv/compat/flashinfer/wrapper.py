@@ -10,7 +10,7 @@ import torch
 from ...arrays import between_graphs, host_view
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.prepared import attend
-from ..arguments import in_words, require_int32, require_tensors
+from ..arguments import as_int32, in_words, require_tensors
 from ..ragged import behind_padding, never_decrease
 from .cascade import LN2
 from .page import FLOAT8, unpack
@@ -67,7 +67,7 @@ class Wrapper:
     def _set_tables(self, indptr: Any, indices: Any, last_page_len: Any, page_size: int) -> None:
         """Convert the page table to rows, and compute the lengths."""
         for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            require_int32(name, x, (None,))
+            as_int32(name, x, (None,))
         starts, pages, last = (x.cpu().numpy() for x in (indptr, indices, last_page_len))
         if len(starts) != len(last) + 1 or starts[0] < 0 or not never_decrease(starts) or starts[-1] > len(pages):
             raise ValueError(
