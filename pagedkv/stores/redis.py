@@ -2,55 +2,67 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from ..extras import pip_install
 from ..memory.arguments import as_int
+from ..memory.prefix.digests import NUM_BYTES
 from .recycled import RecycledMemory
 from .store import Buffer, require_blocks, sizes_of
 
 _AT_ONCE = 2**20  # bytes of one command and its answer, about
 _ROOM = 2**25  # bytes for blocks that have come, at a time
-_ORPHANED = 60  # seconds after which the server drops a block whose writer has not come to count it
-# Counts and orders blocks, whose values are there already, and evicts others. All on the server, and so in one piece.
-_USE = """
-local order, sizes, state = KEYS[1], KEYS[2], KEYS[3]
-local prefix, capacity = ARGV[1], tonumber(ARGV[2])
-local function forget(key)
-  local size = redis.call('HGET', sizes, key)
-  if size then
-    redis.call('HINCRBY', state, 'bytes', -size)
-    redis.call('HDEL', sizes, key)
-    redis.call('ZREM', order, key)
+_LOOKED_AT = 20  # names of the server that a call looks at, about
+# The sorted set `order` is all that the store keeps beside the blocks, so that no part of it can be lost alone. A
+# member is a key and the size of its block, its score the time of the last use. The member "bytes" has minus the sum of
+# the sizes. A server that evicts keys by itself may drop the set, or blocks. Hence each call looks at some more names
+# and counts the blocks that are not in the set; a member whose block is gone leaves when it is the oldest.
+_SCRIPT = """
+local order, prefix, capacity, forgets = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[5] == '1'
+local clock = math.max(0, tonumber(redis.call('ZREVRANGE', order, 0, 0, 'WITHSCORES')[2] or 0))
+local before = -tonumber(redis.call('ZSCORE', order, 'bytes') or 0)
+local bytes, sizes = before, {}
+local function use(key, size)
+  clock = clock + 1
+  -- This fails when the server is out of memory; blocks can be read all the same.
+  if redis.pcall('ZADD', order, clock, key .. size) == 1 then bytes = bytes + size end
+end
+local function forget(key, size)
+  if redis.call('ZREM', order, key .. size) == 1 then bytes = bytes - size end
+  if redis.call('STRLEN', prefix .. key) == size then redis.call('UNLINK', prefix .. key) end
+end
+for i = #ARGV, 6, -1 do
+  local size = redis.call('STRLEN', prefix .. ARGV[i])
+  sizes[i - 5] = size
+  if forgets then
+    forget(ARGV[i], size)
+  elseif size > 0 then
+    use(ARGV[i], size)
   end
-  redis.call('UNLINK', prefix .. key)
 end
-for i = #ARGV, 3, -1 do
-  local key = ARGV[i]
-  local size = redis.call('STRLEN', prefix .. key)
-  if size == 0 then
-    forget(key)
-  else
-    if redis.call('HSETNX', sizes, key, size) == 1 then
-      redis.call('HINCRBY', state, 'bytes', size)
-      redis.call('PERSIST', prefix .. key)
-    end
-    redis.call('ZADD', order, redis.call('HINCRBY', state, 'clock', 1), key)
-  end
+local seen = redis.call('SCAN', ARGV[3], 'MATCH', ARGV[4], 'COUNT', LOOKED_AT)
+for _, name in ipairs(seen[2]) do
+  local key, size = string.sub(name, #prefix + 1), redis.call('STRLEN', name)
+  if #key == KEY_BYTES and not redis.call('ZSCORE', order, key .. size) then use(key, size) end
 end
-while tonumber(redis.call('HGET', state, 'bytes') or 0) > capacity do
-  forget(redis.call('ZRANGE', order, 0, 0)[1])
+while bytes > capacity do
+  local oldest = redis.call('ZRANGEBYSCORE', order, '(0', '+inf', 'LIMIT', 0, 1)[1]
+  if not oldest then bytes = 0 break end
+  forget(string.sub(oldest, 1, KEY_BYTES), tonumber(string.sub(oldest, KEY_BYTES + 1)))
 end
-"""
+if bytes ~= before then redis.call('ZADD', order, -bytes, 'bytes') end
+return {seen[1], sizes}
+""".replace("LOOKED_AT", str(_LOOKED_AT)).replace("KEY_BYTES", str(NUM_BYTES))
 
 
 class RedisStore:
     """Keeps blocks in a Redis server, version 5 or later; no cluster.
 
-    All stores with the same prefix share their blocks and one bound, that of whoever wrote last. A script on the server
-    counts bytes and evicts blocks. What a client leaves behind that dies before it calls the script, goes after a
-    minute. Any thread may call it.
+    All stores with the same prefix share their blocks and one bound, that of whoever called last. A script on the
+    server counts bytes and evicts blocks; each call also counts some blocks that a client left behind when it died. The
+    server may restart, or evict keys by its `maxmemory-policy`: what is lost is computed again. Any thread may call it.
 
     Parameters
     ----------
@@ -88,10 +100,12 @@ class RedisStore:
         options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": once}
         self._client = redis.Redis.from_url(url, protocol=2, **options)  # Redis 5 knows no other
         # In braces: whatever a cluster or a proxy makes of it, all keys of a store are in one place.
-        self._names = [f"{{{prefix}}}:{name}".encode() for name in ("order", "sizes", "state")]
+        self._order = f"{{{prefix}}}:order".encode()
         self._prefix = f"{{{prefix}}}:block:".encode()
+        self._pattern = re.sub(rb"([][*?\\])", rb"\\\1", self._prefix) + b"*"
+        self._cursor: bytes | int = 0  # where the server goes on to look for blocks that nobody has counted
         self._recycled = RecycledMemory()
-        self._use: Any = self._client.register_script(_USE)
+        self._script: Any = self._client.register_script(_SCRIPT)
 
     def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
         """Look up keys; see `BlockStore.get`."""
@@ -108,35 +122,35 @@ class RedisStore:
                 room[: len(block)] = block
                 found.append(room[: len(block)])
                 room, at_once = room[len(block) :], max(1, _AT_ONCE // len(block))
-        self._count(keys)
+        self._call(keys)
         return found
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         require_blocks(keys, sizes_of(blocks), self.capacity)
-        pipeline = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.exists(self._prefix + key)
-        waiting = 0
-        for key, block, is_here in zip(keys, blocks, pipeline.execute(), strict=True):
-            if not is_here:
-                pipeline.set(self._prefix + key, memoryview(block), ex=_ORPHANED, nx=True)
+        pipeline, waiting = self._client.pipeline(transaction=False), 0
+        for key, block, size in zip(keys, blocks, self._call(keys), strict=True):
+            if not size:
+                pipeline.set(self._prefix + key, memoryview(block), nx=True)
                 waiting += memoryview(block).nbytes
             if waiting >= _AT_ONCE:
                 pipeline.execute()
                 waiting = 0
         pipeline.execute()
-        self._count(keys)
+        self._call(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys."""
-        if keys:
-            self._client.unlink(*(self._prefix + key for key in keys))
-            self._count(keys)
+        self._call(keys, forgets=True)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def _count(self, keys: Sequence[bytes]) -> None:
-        self._use(self._names, [self._prefix, self.capacity, *keys])
+    def _call(self, keys: Sequence[bytes], *, forgets: bool = False) -> list[int]:
+        """Use keys, or forget them; returns the bytes of their blocks, 0 where there is none."""
+        if not keys:
+            return []
+        arguments = self._prefix, self.capacity, self._cursor, self._pattern, int(forgets)
+        self._cursor, sizes = self._script([self._order], [*arguments, *keys])
+        return list(sizes)

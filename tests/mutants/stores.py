@@ -6,6 +6,7 @@ WIRE = "tests/stores/test_wire.py::"
 FILE = "tests/stores/test_file.py::"
 WINDOWS = "tests/stores/test_windows.py::"
 PREFIXES = "tests/stores/test_prefixes.py::"
+REDIS = "tests/stores/test_redis.py::"
 KEYS_DIFFER = WIRE + "test_keys_differ_with_all_that_k_and_v_depend_on"
 
 MUTANTS = [
@@ -56,6 +57,18 @@ MUTANTS = [
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         FILE + "test_one_store_at_a_time_has_the_file",
+    ),
+    Mutant(
+        "redis: blocks that a client left behind stay for ever",
+        "if #key == KEY_BYTES and",
+        "if false and",
+        REDIS + "test_blocks_that_a_client_has_not_counted_are_counted_and_evicted[valkey]",
+    ),
+    Mutant(
+        "redis: a full server gives back nothing",
+        "redis.pcall('ZADD'",
+        "redis.call('ZADD'",
+        REDIS + "test_a_server_that_is_full_still_reads[valkey]",
     ),
     Mutant(
         "prefixes: what the store did not take counts as stored",
