@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..arrays import host_view
+from ..validation import require
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -26,14 +29,14 @@ def _has_data(x: Any) -> bool:
     return x.layout is torch.strided and not x.is_meta
 
 
-def number(name: str, x: Any) -> Any:
-    """The number in a tensor of one element, which torch takes for one; anything else as it is."""
-    if not isinstance(x, torch.Tensor):
-        return x
-    require_tensors(**{name: x})
-    if x.numel() != 1:
-        raise ValueError(f"{name} must be one number, got {tuple(x.shape)}")
-    return x.item()
+def number(name: str, x: Any, *, positive: bool = False) -> float:
+    """Convert to a float within the range of float32, or raise; torch takes a tensor of one element for a number."""
+    if isinstance(x, torch.Tensor):
+        require_tensors(**{name: x})
+        if x.numel() != 1:
+            raise ValueError(f"{name} must be one number, got {tuple(x.shape)}")
+        x = x.item()
+    return require.number(name, x, positive=positive)
 
 
 def contiguous_rows(x: Any) -> Any:
@@ -57,6 +60,12 @@ def as_int32(name: str, x: Any, shape: tuple[int | None, ...]) -> Any:
     return contiguous_rows(x)
 
 
+def require_writable(name: str, x: Any) -> None:
+    """Raise ValueError if two indices of a tensor on the host name one element: copy_ raises too late."""
+    if (view := host_view(x)) is not x:
+        require.writable(name, view)
+
+
 def in_words(names: dict[str, str], tensors: tuple[str, ...] = ()) -> Callable[[Function], Function]:
     """Let a function say an argument's name in its original, where a message of pagedkv begins with ours.
 
@@ -72,8 +81,10 @@ def in_words(names: dict[str, str], tensors: tuple[str, ...] = ()) -> Callable[[
                 return function(*args, **options)
             except Exception as error:
                 ours, _, rest = str(error).partition(" ")
-                if ours in names and isinstance(error, (TypeError, ValueError, IndexError)):
-                    raise type(error)(f"{names[ours]} {rest}") from error
+                array, bracket, position = ours.partition("[")  # an array of a list
+                theirs = names.get(ours) or (f"{names[array]}{bracket}{position}" if array in names else None)
+                if theirs is not None and isinstance(error, (TypeError, ValueError, IndexError)):
+                    raise type(error)(f"{theirs} {rest}") from error
                 if ours not in parameters:
                     given = dict(zip(parameters, args, strict=False)) | options
                     for name in tensors:

@@ -294,6 +294,11 @@ def flash_attn_varlen_func(
         seqused_k = as_int32("seqused_k", seqused_k, (batch_size,))
     if cu_seqlens_k is not None or block_table is None or seqused_k is None:
         cu_seqlens_k = as_int32("cu_seqlens_k", cu_seqlens_k, (batch_size + 1,))
+    if q.dim() != 3 or (block_table is not None and k.dim() != 4):
+        raise ValueError(
+            "q must have shape (total_q, num_heads, head_dim), and with a block_table k (num_blocks, block_size, "
+            f"num_kv_heads, head_dim), got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
     stored = _stored(k, v, k_descale, v_descale, batch_size)
     q, k, v = map(contiguous_rows, (q, *stored.pop("caches")))
     if block_table is None:
@@ -346,9 +351,9 @@ def _options(causal: bool, window_size: Any, softcap: float, alibi_slopes: Any, 
         "causal": causal,
         "window": left + 1 if left >= 0 else None,
         "window_right": right if right >= 0 and not causal else None,
-        "softcap": number("softcap", softcap) or None,
+        "softcap": None if softcap is None else number("softcap", softcap) or None,
         "alibi_slopes": None if alibi_slopes is None else contiguous_rows(alibi_slopes),
-        "scale": number("softmax_scale", scale),
+        "scale": None if scale is None else number("softmax_scale", scale),
     }
 
 

@@ -14,7 +14,7 @@ import torch
 from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
 from ..memory.arguments import as_int
-from .arguments import require_tensors
+from .arguments import in_words, require_tensors
 
 
 class CacheManager:
@@ -64,6 +64,7 @@ class CacheManager:
     tensor([4, 3], dtype=torch.int32)
     """
 
+    @in_words({"num_kv_heads": "n_kv_heads", "num_layers": "n_layers"})
     def __init__(
         self,
         tokens: Any,
@@ -80,7 +81,7 @@ class CacheManager:
         if tokens.ndim != 2:
             raise ValueError(f"tokens must have shape (batch_size, max_seq_len), got {tuple(tokens.shape)}")
         num_seqs, max_seq_len = tokens.shape
-        if batch_size not in (None, num_seqs):
+        if batch_size is not None and as_int("batch_size", batch_size) != num_seqs:
             raise ValueError(f"batch_size must be the {num_seqs} rows of tokens, or left out, got {batch_size}")
         if num_blocks is None:
             num_blocks = 5 * -(-max_seq_len // as_int("block_size", block_size, minimum=1))

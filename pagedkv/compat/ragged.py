@@ -25,8 +25,7 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
     room = np.diff(begin)
     lens = room if used is None else used.numpy()
     num_tokens = min(len(key), len(value))
-    if not len(begin) or begin[0] < 0 or not never_decrease(begin) or begin[-1] > num_tokens:
-        raise ValueError(f"{name} must never decrease, in 0..{num_tokens}, the tokens of k and v, got {begin.tolist()}")
+    require_starts(name, begin, num_tokens, "tokens of k and v")
     if lens.shape != room.shape or (lens > room).any():
         raise ValueError(f"seqused_k must be at most the tokens between {name}, {room.tolist()}, got {lens.tolist()}")
     if not begin[-1]:  # a block that no sequence reads
@@ -42,6 +41,12 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
 def never_decrease(starts: Any) -> bool:
     """Whether none of the starts, an array of NumPy, is below the one before; a difference of int32 may wrap."""
     return bool((starts[1:] >= starts[:-1]).all())
+
+
+def require_starts(name: str, starts: Any, most: int, what: str) -> None:
+    """Raise ValueError unless there are starts, in order, from at least 0 to at most the number of `what`."""
+    if not len(starts) or starts[0] < 0 or not never_decrease(starts) or starts[-1] > most:
+        raise ValueError(f"{name} must never decrease, in 0..{most}, the {what}, got {starts.tolist()}")
 
 
 def behind_padding(

@@ -7,21 +7,21 @@ x) with x = 16 / itemsize, value caches (num_blocks, num_kv_heads, head_dim, blo
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from ..arrays import between_graphs
+from ..memory.arguments import as_int
 from ..operations import caches
 from ..operations.attention import decode_attention
-from .arguments import in_words, require_tensors
+from .arguments import in_words, number, require_tensors, require_writable
 
 # What the strings of kv_cache_dtype are here.
 KV_DTYPES = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 _WORDS = {
     **{"q": "query", "k_cache": "key_cache", "v_cache": "value_cache", "k": "key", "v": "value"},
-    **{"slots": "slot_mapping", "pairs": "block_mapping"},
+    "slots": "slot_mapping",
 }
 _FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -155,7 +155,7 @@ def paged_attention_v2(
 
 
 @between_graphs
-@in_words(_WORDS)
+@in_words(_WORDS, ("key", "value", "key_cache", "value_cache"))
 def reshape_and_cache(
     key: Any,
     value: Any,
@@ -198,7 +198,7 @@ def reshape_and_cache(
 
 
 @between_graphs
-@in_words(_WORDS)
+@in_words(_WORDS, ("key", "value", "key_cache", "value_cache"))
 def reshape_and_cache_flash(
     key: Any,
     value: Any,
@@ -225,7 +225,7 @@ def reshape_and_cache_flash(
     _write(key, value, key_cache, value_cache, slot_mapping, "NHD", kv_cache_dtype, k_scale, v_scale)
 
 
-@in_words(_WORDS)
+@in_words({"k_cache": "key_caches", "v_cache": "value_caches", "pairs": "block_mapping"})
 def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: Any) -> None:
     """Copy blocks within all caches of all layers.
 
@@ -253,7 +253,7 @@ def copy_blocks(key_caches: list[Any], value_caches: list[Any], block_mapping: A
     caches.copy_blocks(key_caches, value_caches, block_mapping)
 
 
-@in_words(_WORDS)
+@in_words({"source": "src", "destination": "dst", "pairs": "block_mapping"})
 def swap_blocks(src: Any, dst: Any, block_mapping: Any) -> None:
     """Copy blocks from one cache to another; one may be on the host and one on a device.
 
@@ -309,8 +309,7 @@ def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp
     """
     float8 = _FLOAT8[_kv_dtype("kv_dtype", kv_dtype, with_auto=False)]
     require_tensors(output=output, input=input)
-    if not 0 < float(scale) < math.inf:
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    scale = number("scale", scale, positive=True)
     wide = input if output.dtype == torch.uint8 else output
     one_is_fp8 = (output.dtype == torch.uint8) != (input.dtype == torch.uint8)
     if not one_is_fp8 or not wide.is_floating_point() or output.shape != input.shape:
@@ -318,11 +317,12 @@ def convert_fp8(output: Any, input: Any, scale: float = 1.0, kv_dtype: str = "fp
             "output and input must have one shape, and one of them dtype torch.uint8, the other one a float dtype, "
             f"got {output.dtype} of {tuple(output.shape)} and {input.dtype} of {tuple(input.shape)}"
         )
+    require_writable("output", output)
     if output.dtype == torch.uint8:
         most = torch.finfo(float8).max
-        output.copy_((input.float() / scale).clamp(-most, most).to(float8).view(torch.uint8))
+        output.detach().copy_((input.float() / scale).clamp(-most, most).to(float8).view(torch.uint8))
     else:
-        output.copy_(input.contiguous().view(float8).float() * scale)
+        output.detach().copy_(input.contiguous().view(float8).float() * scale)
 
 
 def _attend(
@@ -343,7 +343,7 @@ def _attend(
     v_scale: Any,
     sparse: tuple[int, int, int, int],
 ) -> None:
-    if sparse != (0, 0, 64, 0):
+    if not all(isinstance(x, int) for x in sparse) or sparse != (0, 0, 64, 0):
         raise ValueError(
             "blocksparse_local_blocks, blocksparse_vert_stride, blocksparse_block_size and "
             f"blocksparse_head_sliding_step must be 0, 0, 64 and 0, got {sparse}: pagedkv has no block-sparse attention"
@@ -354,6 +354,7 @@ def _attend(
         raise TypeError(
             f"num_kv_heads must be an int, got {type(num_kv_heads).__name__}: the KV head of each query head follows"
         )
+    block_size = as_int("block_size", block_size)
     if key_cache.dim() != 5:
         raise ValueError(
             "key_cache must have shape (num_blocks, num_kv_heads, head_dim / x, block_size, x) with x = 16 / itemsize, "
@@ -365,8 +366,9 @@ def _attend(
             f"got {num_kv_heads} and {block_size}"
         )
     decode_attention(
-        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len=max_seq_len, scale=scale, kernel=kernel,
-        alibi_slopes=alibi_slopes, out=out, layout="vllm", **_stored(num_kv_heads, kv_cache_dtype, k_scale, v_scale),
+        query, key_cache, value_cache, block_tables, seq_lens, max_seq_len=max_seq_len, scale=number("scale", scale),
+        kernel=kernel, alibi_slopes=alibi_slopes, out=out, layout="vllm",
+        **_stored(num_kv_heads, kv_cache_dtype, k_scale, v_scale),
     )  # fmt: skip
 
 
@@ -381,6 +383,11 @@ def _write(
     k_scale: Any,
     v_scale: Any,
 ) -> None:
+    if key.dim() != 3 or value.dim() != 3 or getattr(slot_mapping, "ndim", None) != 1:
+        raise ValueError(
+            "key and value must have shape (num_tokens, num_kv_heads, head_dim), and slot_mapping (n,), got "
+            + ", ".join(str(tuple(getattr(x, "shape", ()))) for x in (key, value, slot_mapping))
+        )
     num_tokens, stored = len(slot_mapping), _stored(key.shape[1], kv_cache_dtype, k_scale, v_scale)
     caches.write_kv(key[:num_tokens], value[:num_tokens], key_cache, value_cache, slot_mapping, layout=layout, **stored)
 
@@ -399,7 +406,7 @@ def _stored(num_kv_heads: int, kv_cache_dtype: str, k_scale: Any, v_scale: Any) 
 
 def _kv_dtype(name: str, given: str, *, with_auto: bool = True) -> Any:
     names = [x for x in KV_DTYPES if with_auto or x != "auto"]
-    if given not in names:
+    if not isinstance(given, str) or given not in names:
         raise ValueError(f"{name} must be one of {', '.join(names)}, got {given!r}")
     return KV_DTYPES[given]
 
@@ -407,6 +414,7 @@ def _kv_dtype(name: str, given: str, *, with_auto: bool = True) -> Any:
 def _scale(name: str, scale: Any, num_kv_heads: int) -> Any:
     if not isinstance(scale, torch.Tensor):
         return scale
+    require_tensors(**{name: scale})
     if scale.shape == (num_kv_heads,):
         return scale.contiguous()
     if scale.numel() != 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -144,9 +145,10 @@ def integer(name: str, value: Any) -> int:
     """Convert a value to an int, or raise TypeError; a bool is not one."""
     if type(value) is int:
         return value
-    if isinstance(value, (bool, np.bool_, type, np.ndarray)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    return operator.index(value)
+    if not isinstance(value, (bool, np.bool_, type, np.ndarray)):
+        with suppress(TypeError):  # a tensor has __index__ whatever it holds
+            return operator.index(value)
+    raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def boolean(name: str, value: object) -> None:

@@ -115,7 +115,7 @@ def test_a_free_block_is_handed_out_once():
         ({"batch_size": 3}, ValueError, "batch_size must be the 1 rows of tokens, or left out, got 3"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"num_blocks": 0}, ValueError, "num_blocks must be at least 1, got 0"),
-        ({"n_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"n_layers": 0}, ValueError, "^n_layers must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, error, message):

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...memory.arguments import as_int
+from ...validation import require
 from .wrapper import Wrapper, require_plain
 
 
@@ -99,12 +101,14 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             An argument is wrong, or pagedkv does not support it.
         """
         require_plain(pos_encoding_mode)
-        if window_right > 0 or q_len_per_req < 1:
+        q_len_per_req = as_int("q_len_per_req", q_len_per_req, maximum=2**31 - 1)
+        if require.integer("window_right", window_right) > 0 or q_len_per_req < 1:
             raise ValueError(
                 f"window_right must be 0 or -1, and q_len_per_req at least 1, got {window_right} and {q_len_per_req}"
             )
         self._planned = False
-        self._set_types(q_data_type or data_type, kv_data_type or data_type, o_data_type)
+        q_type, kv_type = (data_type if x is None else x for x in (q_data_type, kv_data_type))
+        self._set_types(q_type, kv_type, o_data_type)
         self._set_tables(indptr, indices, last_page_len, page_size)
         self._set_options((num_qo_heads, num_kv_heads, head_dim), window_left, logits_soft_cap, sm_scale)
         if q_len_per_req > 1 and (self._lens_on_host < q_len_per_req).any():

@@ -7,15 +7,22 @@ from typing import Any
 import torch
 
 from ...arrays import between_graphs
+from ...memory.arguments import as_int
 from ...operations.caches import write_kv
 from ..arguments import as_int32, in_words, require_tensors
-from ..ragged import never_decrease
+from ..ragged import never_decrease, require_starts
 
 FLOAT8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     """Compute how many tokens each request has, (batch_size,), from its pages.
+
+    Parameters
+    ----------
+    kv_indptr : (batch_size + 1,) int32 tensor
+    kv_last_page_len : (batch_size,) int32 tensor
+    page_size : int
 
     Examples
     --------
@@ -24,6 +31,9 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     >>> flashinfer.get_seq_lens(torch.tensor([0, 3, 4]).int(), torch.tensor([13, 8]).int(), 16)
     tensor([45,  8], dtype=torch.int32)
     """
+    kv_last_page_len = as_int32("kv_last_page_len", kv_last_page_len, (None,))
+    kv_indptr = as_int32("kv_indptr", kv_indptr, (len(kv_last_page_len) + 1,))
+    page_size = as_int("page_size", page_size, minimum=1, maximum=2**31 - 1)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
@@ -34,7 +44,7 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     ----------
     append_indptr : (batch_size + 1,) int32 tensor
         Where the new tokens of each request begin.
-    seq_lens : (batch_size,) tensor
+    seq_lens : (batch_size,) tensor of ints
         Tokens of each request, the new ones among them.
     nnz : int
         ``append_indptr[-1]``.
@@ -50,7 +60,13 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     >>> flashinfer.get_batch_indices_positions(torch.tensor([0, 1, 3]).int(), torch.tensor([5, 5]), 3)
     (tensor([0, 1, 1], dtype=torch.int32), tensor([4, 3, 4], dtype=torch.int32))
     """
-    as_int32("append_indptr", append_indptr, (len(seq_lens) + 1,))
+    require_tensors(seq_lens=seq_lens)
+    if seq_lens.dim() != 1 or seq_lens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"seq_lens must be (batch_size,) int32 or int64, got {tuple(seq_lens.shape)} of {seq_lens.dtype}"
+        )
+    append_indptr = as_int32("append_indptr", append_indptr, (len(seq_lens) + 1,))
+    nnz = as_int("nnz", nnz)
     starts = append_indptr.cpu().numpy()
     if starts[0] != 0 or not never_decrease(starts):
         raise ValueError(f"append_indptr must begin with 0 and never decrease, got {starts.tolist()}")
@@ -106,14 +122,20 @@ def append_paged_kv_cache(
     True
     """
     require_tensors(append_key=append_key, append_value=append_value)
-    for name, x in (("batch_indices", batch_indices), ("positions", positions)):
-        as_int32(name, x, (len(append_key),))
-    for name, x in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr), ("kv_last_page_len", kv_last_page_len)):
-        as_int32(name, x, (None,))
+    if append_key.dim() != 3:
+        raise ValueError(f"append_key must have shape (n, num_kv_heads, head_dim), got {tuple(append_key.shape)}")
+    batch_indices = as_int32("batch_indices", batch_indices, (len(append_key),))
+    positions = as_int32("positions", positions, (len(append_key),))
+    kv_indices, kv_last_page_len = (
+        as_int32(name, x, (None,)) for name, x in (("kv_indices", kv_indices), ("kv_last_page_len", kv_last_page_len))
+    )
+    kv_indptr = as_int32("kv_indptr", kv_indptr, (len(kv_last_page_len) + 1,))
     caches = unpack(paged_kv_cache)
+    require_kv_layout(kv_layout)
     page_size = caches[0].shape[1 if kv_layout == "NHD" else 2]
     if not batch_indices.is_cuda:
-        num_requests = len(kv_indptr) - 1
+        num_requests = len(kv_last_page_len)
+        require_starts("kv_indptr", kv_indptr.numpy(), len(kv_indices), "pages of kv_indices")
         if bool(((batch_indices < 0) | (batch_indices >= num_requests)).any()):
             raise IndexError(f"batch_indices must be in 0..{num_requests - 1}, got {batch_indices.tolist()}")
         room = kv_indptr.diff()[batch_indices.long()] * page_size
@@ -122,7 +144,10 @@ def append_paged_kv_cache(
                 f"positions must be in the pages of their requests, below {room.tolist()}, got {positions.tolist()}"
             )
     at = kv_indptr[batch_indices.long()] + positions // page_size
-    slots = kv_indices[at.long()].long() * page_size + positions % page_size
+    pages = kv_indices[at.long()]
+    if not pages.is_cuda and bool((pages < 0).any()):
+        raise IndexError(f"kv_indices must be pages of paged_kv_cache, from 0, got {pages.tolist()} for the new tokens")
+    slots = pages.long() * page_size + positions % page_size
     kv_dtype: Any = FLOAT8.get(caches[0].dtype)
     if caches[1].dtype != caches[0].dtype:
         raise TypeError(f"paged_kv_cache must be of one dtype, got {caches[0].dtype} and {caches[1].dtype}")
@@ -130,8 +155,17 @@ def append_paged_kv_cache(
     write_kv(append_key, append_value, k_cache, v_cache, slots, layout=kv_layout, kv_dtype=kv_dtype)
 
 
+def require_kv_layout(kv_layout: Any) -> None:
+    """Raise ValueError unless it is one of FlashInfer's."""
+    if not isinstance(kv_layout, str) or kv_layout not in ("NHD", "HND"):
+        raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+
+
 def unpack(paged_kv_cache: Any) -> tuple[Any, Any]:
     """K and V."""
+    for x in paged_kv_cache if isinstance(paged_kv_cache, tuple) else (paged_kv_cache,):
+        if isinstance(x, torch.Tensor):
+            require_tensors(paged_kv_cache=x)
     if isinstance(paged_kv_cache, torch.Tensor) and paged_kv_cache.dim() == 5 and paged_kv_cache.shape[1] == 2:
         k_cache, v_cache = paged_kv_cache.unbind(1)
         return k_cache, v_cache

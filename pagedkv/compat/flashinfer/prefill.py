@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...memory.arguments import as_int
+from ...validation import require
 from ..arguments import as_int32, require_tensors
 from ..ragged import never_decrease
 from .wrapper import Wrapper, require_plain
@@ -29,6 +31,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     torch.Size([5, 8, 64])
     """
 
+    _prefix = "paged_kv_"
     _takes_windows = True
     _HINTS = (
         *("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"),
@@ -95,13 +98,16 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                 raise TypeError(f"there is no argument {name} of plan in FlashInfer")
             if name in _OF_ITEMS and (isinstance(value, torch.Tensor) or value not in (None, 0)):
                 raise ValueError(f"{name} must not be given: pagedkv has no multi-item scoring; use custom_mask")
-        if head_dim_vo not in (None, head_dim_qk):
+        head_dim_qk = as_int("head_dim_qk", head_dim_qk, minimum=1)
+        if head_dim_vo is not None and as_int("head_dim_vo", head_dim_vo) != head_dim_qk:
             raise ValueError(f"head_dim_vo must be head_dim_qk = {head_dim_qk}, got {head_dim_vo}")
         self._planned = False
         mask = None if custom_mask is None else _flat_mask("custom_mask", custom_mask, torch.bool)
         if packed_custom_mask is not None:
             mask = _flat_mask("packed_custom_mask", packed_custom_mask, torch.uint8)
-        as_int32("qo_indptr", qo_indptr, (len(paged_kv_last_page_len) + 1,))
+        require.boolean("causal", causal)
+        require_tensors(paged_kv_last_page_len=paged_kv_last_page_len)
+        qo_indptr = as_int32("qo_indptr", qo_indptr, (paged_kv_last_page_len.numel() + 1,))
         self._set_types(q_data_type, kv_data_type, o_data_type)
         self._set_tables(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         self._set_options((num_qo_heads, num_kv_heads, head_dim_qk), window_left, logits_soft_cap, sm_scale)

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 
 from ...arrays import between_graphs, host_view
+from ...memory.arguments import as_int
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.prepared import attend
-from ..arguments import as_int32, in_words, require_tensors
-from ..ragged import behind_padding, never_decrease
+from ...validation import require
+from ..arguments import as_int32, in_words, number, require_tensors, require_writable
+from ..ragged import behind_padding, require_starts
 from .cascade import LN2
-from .page import FLOAT8, unpack
+from .page import FLOAT8, require_kv_layout, unpack
 
 _WORDS = {
     **{"block_tables": "indices", "scale": "sm_scale", "window": "window_left", "softcap": "logits_soft_cap"},
@@ -25,6 +27,7 @@ class Wrapper:
     """Base of both wrappers: their device, and what the last `plan` has set."""
 
     _HINTS: tuple[str, ...] = ()  # arguments of the constructor after use_cuda_graph, in the order of the original
+    _prefix = ""  # of the names of a page table
     _takes_windows = False  # whether a call may have another window than the plan
     _num_rows: int
 
@@ -44,8 +47,7 @@ class Wrapper:
                 f"got {len(args)} by position and {', '.join(hints)}"
             )
         hints.update(zip(self._HINTS, args, strict=False))
-        if kv_layout not in ("NHD", "HND"):
-            raise ValueError(f'kv_layout must be "NHD" or "HND", got {kv_layout!r}')
+        require_kv_layout(kv_layout)
         if use_cuda_graph:
             raise ValueError(
                 "use_cuda_graph must be False: plan makes new tables, which a captured graph would not see"
@@ -66,21 +68,22 @@ class Wrapper:
 
     def _set_tables(self, indptr: Any, indices: Any, last_page_len: Any, page_size: int) -> None:
         """Convert the page table to rows, and compute the lengths."""
-        for name, x in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-            as_int32(name, x, (None,))
+        page_size = as_int("page_size", page_size, minimum=1, maximum=2**31 - 1)
+        names = [f"{self._prefix}{x}" for x in ("indptr", "indices", "last_page_len")]
+        last_page_len, indices = as_int32(names[2], last_page_len, (None,)), as_int32(names[1], indices, (None,))
+        indptr = as_int32(names[0], indptr, (len(last_page_len) + 1,))
         starts, pages, last = (x.cpu().numpy() for x in (indptr, indices, last_page_len))
-        if len(starts) != len(last) + 1 or starts[0] < 0 or not never_decrease(starts) or starts[-1] > len(pages):
-            raise ValueError(
-                f"indptr must have {len(last) + 1} entries, one more than last_page_len, from at least 0 up to at most "
-                f"{len(pages)}, the length of indices, and never decrease, got {starts.tolist()}"
-            )
+        require_starts(names[0], starts, len(pages), f"pages of {names[1]}")
         counts = np.diff(starts)
         has_pages = counts > 0
         if ((last < 1) | (last > page_size))[has_pages].any():
-            raise ValueError(f"last_page_len must be in 1..page_size = 1..{page_size}, got {last.tolist()}")
+            raise ValueError(f"{names[2]} must be in 1..page_size = 1..{page_size}, got {last.tolist()}")
         tables = np.zeros((len(counts), max(int(counts.max(initial=0)), 1)), np.int32)
         tables[np.arange(tables.shape[1]) < counts[:, None]] = pages[starts[0] : starts[-1]]
-        lens = np.where(has_pages, (counts - 1) * page_size + last, 0).astype(np.int32)
+        lens_in_int64 = np.where(has_pages, (counts.astype(np.int64) - 1) * page_size + last, 0)
+        if lens_in_int64.max(initial=0) > 2**31 - 1:
+            raise ValueError(f"{names[0]} must leave a request at most 2**31 - 1 tokens, got {lens_in_int64.tolist()}")
+        lens = lens_in_int64.astype(np.int32)
         self._max_seq_len = int(lens.max(initial=0))
         self._tables: Any = tables if self.device.type == "cpu" else torch.from_numpy(tables).to(self.device)
         self._lens: Any = lens if self.device.type == "cpu" else torch.from_numpy(lens).to(self.device)
@@ -102,12 +105,14 @@ class Wrapper:
             raise ValueError(f"o_data_type must be {self._q_dtype}, that of q, got {o_data_type}")
 
     def _set_options(self, sizes: tuple[int, int, int], window_left: int, soft_cap: Any, sm_scale: Any) -> None:
-        self._num_qo_heads, self._num_kv_heads, self._head_dim = sizes
+        names = "num_qo_heads", "num_kv_heads", "head_dim"
+        self._num_qo_heads, self._num_kv_heads, self._head_dim = map(as_int, names, sizes, (1, 1, 1))
         self._set_logits(window_left, soft_cap, sm_scale)
 
     def _set_logits(self, window_left: int, soft_cap: Any, sm_scale: Any) -> None:
-        self._window_left, self._softcap = window_left, soft_cap or None
-        self._scale = self._head_dim**-0.5 if sm_scale is None else sm_scale
+        self._window_left = require.integer("window_left", window_left)
+        self._softcap = None if soft_cap is None else number("logits_soft_cap", soft_cap) or None
+        self._scale = self._head_dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale)
 
     @between_graphs
     @in_words(_WORDS)
@@ -160,6 +165,7 @@ class Wrapper:
             raise ValueError("run takes q and paged_kv_cache by position; what follows them is for jit_args")
         self._require_planned()
         require_tensors(q=q)
+        require.boolean("return_lse", return_lse)
         if q.dtype != self._q_dtype:
             raise ValueError(f"q must have dtype {self._q_dtype}, which was planned, got {q.dtype}")
         planned = self._num_rows, self._num_qo_heads, self._head_dim
@@ -169,13 +175,18 @@ class Wrapper:
             )
         if window_left is None:
             window_left = self._window_left
-        elif window_left != self._window_left and not self._takes_windows:
+        elif require.integer("window_left", window_left) != self._window_left and not self._takes_windows:
             raise ValueError(f"window_left must be {self._window_left}, which was planned, got {window_left}")
-        if lse is not None and (lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not return_lse):
-            raise ValueError(
-                f"lse must have dtype torch.float32 and shape {tuple(q.shape[:2])}, and needs return_lse=True, "
-                f"got {lse.dtype} and {tuple(lse.shape)}"
-            )
+        if lse is not None:
+            require_tensors(lse=lse)
+            if lse.dtype != torch.float32 or lse.shape != q.shape[:2] or not return_lse:
+                raise ValueError(
+                    f"lse must have dtype torch.float32 and shape {tuple(q.shape[:2])}, and needs return_lse=True, "
+                    f"got {lse.dtype} and {tuple(lse.shape)}"
+                )
+            require_writable("lse", lse)
+        if out is not None:
+            require_tensors(out=out)
         caches, stored = self._caches(paged_kv_cache)
         if self._query_lens is not None:
             self._pad()
@@ -200,12 +211,12 @@ class Wrapper:
             result = operation(q, *caches, **where, **stored, **options, out=out, return_lse=return_lse)
             result, logs = result if return_lse else (result, None)
         if v_scale != 1.0:
-            result.mul_(v_scale)
+            result.detach().mul_(v_scale)
         if not return_lse:
             return result
         assert logs is not None
         logs.div_(LN2)
-        return result, logs if lse is None else lse.copy_(logs)
+        return result, logs if lse is None else lse.detach().copy_(logs)
 
     def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
         """Call `run` with ``return_lse=True``."""
@@ -231,9 +242,7 @@ class Wrapper:
 
 
 def _one_number(name: str, scale: Any) -> float:
-    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
-        raise ValueError(f"{name} must be one number, got {tuple(scale.shape)}")
-    return 1.0 if scale is None else float(scale)
+    return 1.0 if scale is None else number(name, scale)
 
 
 def _dtype(name: str, given: Any) -> Any:
@@ -244,7 +253,7 @@ def _dtype(name: str, given: Any) -> Any:
 
 
 def require_plain(pos_encoding_mode: str) -> None:
-    if pos_encoding_mode != "NONE":
+    if not isinstance(pos_encoding_mode, str) or pos_encoding_mode != "NONE":
         raise ValueError(
             f'pos_encoding_mode must be "NONE", got {pos_encoding_mode!r}: rotate with pagedkv.apply_rotary before, '
             "or pass alibi_slopes to pagedkv.prefill_attention"
