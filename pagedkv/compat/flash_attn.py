@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,7 @@ from ..operations.rotary import apply_rotary
 from ..validation import require
 from ..validation.attention import attention_call
 from .arguments import as_int32, contiguous_rows, in_words, number
+from .names import missing_names
 from .ragged import as_blocks, behind_padding
 
 FP8_NAMES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
@@ -438,3 +439,11 @@ def _rotated(q: Any, lens: Any, is_local: bool, rotation: dict[str, Any]) -> Any
     positions = (lens[:, None] + steps * is_local).flatten()
     rows, _ = apply_rotary(contiguous_rows(q.flatten(0, 1)), None, positions=positions, **rotation)
     return rows.view(q.shape)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(
+        __name__,
+        "flash_attn_varlen_func also takes a batch of equal lengths, q.flatten(0, 1) and so on with starts, "
+        "and q, k and v as tensors of their own",
+    )

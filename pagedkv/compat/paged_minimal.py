@@ -6,7 +6,7 @@ Its script has a forward pass and a loop of its own, and calls ``flash_attn_with
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
 from ..memory.arguments import as_int
 from .arguments import in_words, require_tensors
+from .names import missing_names
 
 
 class CacheManager:
@@ -160,3 +161,7 @@ class CacheManager:
         cache = self.cache
         unused = int((-cache.seq_lens(self.seqs) % cache.block_size).sum())
         return unused * sum(x[0, 0].nbytes for x in (*cache.k_caches, *cache.v_caches))
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(__name__, "the forward pass and the loop are the script's own")

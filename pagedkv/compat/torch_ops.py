@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..operations.attention import decode_attention, prefill_attention
 from ..operations.caches import write_kv
+from .names import missing_names
 
 # What torch's schemas call the types of the options.
 _TYPES = {
@@ -126,3 +127,7 @@ def _like(q: Any, *args: Any, **options: Any) -> Any:
 
 def _like_with_lse(q: Any, *args: Any, **options: Any) -> Any:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(__name__, "after register() the operators are in torch.ops.pagedkv")

@@ -7,12 +7,13 @@ private to torch: `register` refuses releases in which nobody tried them.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..operations.attention import prefill_attention
 from .arguments import as_int32, in_words
+from .names import missing_names
 from .ragged import as_blocks, behind_padding
 
 OLDEST, BEFORE = (2, 13), (2, 15)
@@ -143,3 +144,7 @@ def _backward(*args: Any, **options: Any) -> Any:
     raise NotImplementedError(
         "pagedkv computes no gradients: call varlen_attn under torch.no_grad() or torch.inference_mode()"
     )
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(__name__, "after register() import varlen_attn from torch.nn.attention.varlen")

@@ -7,7 +7,7 @@ x) with x = 16 / itemsize, value caches (num_blocks, num_kv_heads, head_dim, blo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,7 @@ from ..memory.arguments import as_int
 from ..operations import caches
 from ..operations.attention import decode_attention
 from .arguments import in_words, number, require_tensors, require_writable
+from .names import missing_names
 
 # What the strings of kv_cache_dtype are here.
 KV_DTYPES = {"auto": None, "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
@@ -421,3 +422,10 @@ def _scale(name: str, scale: Any, num_kv_heads: int) -> Any:
         raise ValueError(f"{name} must have one element, or one for each KV head, got {tuple(scale.shape)}")
     # An array with one for each KV head, because a number would have to be read from the device.
     return scale.reshape(1).expand(num_kv_heads).contiguous() if scale.is_cuda else float(scale)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(
+        __name__,
+        "pagedkv.merge_states and pagedkv.apply_rotary merge and rotate",
+    )

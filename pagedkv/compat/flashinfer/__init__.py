@@ -6,6 +6,9 @@ shape (tokens, heads). A cache is one tensor (num_pages, 2, ...) or a pair (K, V
 num_kv_heads, head_dim), or (num_pages, num_kv_heads, page_size, head_dim) for "HND".
 """
 
+from typing import TYPE_CHECKING
+
+from ..names import missing_names
 from .cascade import merge_state, merge_states
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
@@ -20,3 +23,11 @@ __all__ = [
     "merge_state",
     "merge_states",
 ]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = missing_names(
+        __name__,
+        "plan a single request as a batch of one; flash_attn_varlen_func of pagedkv.compat.flash_attn takes keys "
+        "without pages, and pagedkv.apply_rotary rotates",
+    )
