@@ -1,7 +1,8 @@
-"""The window of each layer, as the configuration of a model of transformers says it; needs neither it nor torch."""
+"""What the layers of a model keep, as its configuration for transformers says it; needs neither it nor torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any, NamedTuple
@@ -25,6 +26,20 @@ _FULL_EVERY = {
 _ALL_SLIDE = {"ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "qwen3_moe", "starcoder2"}
 _FIRST_LAYERS_FULL = {"qwen2", "qwen3"}
 _SLIDE_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+# Entries that say that layers keep something else than K and V of each KV head.
+_OTHERWISE = {
+    "attention_chunk_size": "has layers that attend in chunks",
+    "attn_type_list": "has layers with a state in place of keys and values",
+    "block_configs": "has layers of several shapes",
+    "cross_attention_layers": "has layers that attend to an image",
+    "kv_lora_rank": "caches latent keys and values (MLA)",
+    "use_cla": "has layers that read the keys and values of other layers",
+}
+_OF_STATES = ("conv_L_cache", "linear_", "lru_", "mamba_", "ssm_")
+_SHAPE = {
+    "head_dim": re.compile(r"head_dim$|head_size$|^kv_channels$"),
+    "num_key_value_heads": re.compile(r"key_value_heads|kv_heads"),
+}
 
 
 class LayerWindows(NamedTuple):
@@ -40,6 +55,44 @@ class LayerWindows(NamedTuple):
 
     windows: list[int | None]
     same_as: dict[int, int]
+
+
+def unequal_layers(config: Mapping[str, Any]) -> str | None:
+    """Why the layers of a model do not all keep K and V, and of one shape; None if they do.
+
+    Any entry that names a head size or a number of KV heads counts as one of some layers: a model that nobody knows yet
+    is rather refused than counted wrongly.
+
+    Parameters
+    ----------
+    config : mapping
+        As for `layer_windows`.
+
+    Returns
+    -------
+    str or None
+        A sentence without its subject, the model.
+    """
+    config = {name: value for name, value in config.items() if value is not None}
+    for name, reason in _OTHERWISE.items():
+        if config.get(name):
+            return reason
+    if any(name.startswith(_OF_STATES) for name in config):
+        return "has layers with a state in place of keys and values"
+    num_heads = config.get("num_attention_heads")
+    if config.get("multi_query") and "num_key_value_heads" not in config:
+        return "has multi_query, with which num_attention_heads does not say how many KV heads there are"
+    usual = {"num_key_value_heads": num_heads} | config
+    if "head_dim" not in config and num_heads and "hidden_size" in config:
+        usual["head_dim"] = config["hidden_size"] // num_heads
+    of_layers = config.get("per_layer_config")
+    layers = of_layers.values() if isinstance(of_layers, Mapping) else ()
+    for of_some in (config, *(layer for layer in layers if isinstance(layer, Mapping))):
+        for name, value in of_some.items():
+            for ours, pattern in _SHAPE.items():
+                if pattern.search(name) and value not in (None, usual.get(ours)):
+                    return f"has more than one {ours} ({name} = {value}, elsewhere {usual.get(ours)})"
+    return None
 
 
 def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagedkv.layer_windows import layer_windows
+from pagedkv.layer_windows import layer_windows, unequal_layers
 
 KINDS = ["sliding_attention", "full_attention"] * 2
 
@@ -71,3 +71,64 @@ def test_configurations_that_are_refused(config, message):
 def test_entries_of_another_type_are_refused(config, message):
     with pytest.raises(TypeError, match=message):
         layer_windows(config, 4)
+
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
+
+
+# What published configurations of these models have, besides their shape.
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            HEADS | {"global_head_dim": 512},
+            "has more than one head_dim (global_head_dim = 512, elsewhere 256)",
+        ),  # Gemma 4
+        (
+            HEADS | {"global_head_dim": 256, "num_global_key_value_heads": 4},
+            "has more than one num_key_value_heads (num_global_key_value_heads = 4, elsewhere 2)",
+        ),
+        (
+            HEADS | {"per_layer_config": {"5": {"head_dim": 512}}},
+            "has more than one head_dim (head_dim = 512, elsewhere 256)",
+        ),
+        (HEADS | {"v_head_dim": 128}, "has more than one head_dim (v_head_dim = 128, elsewhere 256)"),  # MiMo V2
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 2048, "kv_channels": 128},  # JetMoE
+            "has more than one head_dim (kv_channels = 128, elsewhere 64)",
+        ),
+        (
+            HEADS | {"num_key_value_heads_per_layer": [2, 1]},
+            "has more than one num_key_value_heads (num_key_value_heads_per_layer = [2, 1], elsewhere 2)",
+        ),
+        (
+            {"num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8},  # Falcon 40B
+            "has more than one num_key_value_heads (num_kv_heads = 8, elsewhere 128)",
+        ),
+        (
+            {"num_attention_heads": 71, "hidden_size": 4544, "num_kv_heads": 71, "multi_query": True},  # Falcon 7B
+            "has multi_query, with which num_attention_heads does not say how many KV heads there are",
+        ),
+        (HEADS | {"kv_lora_rank": 512}, "caches latent keys and values (MLA)"),
+        (HEADS | {"block_configs": [{}]}, "has layers of several shapes"),  # Nemotron NAS
+        (HEADS | {"use_cla": True}, "has layers that read the keys and values of other layers"),  # Hunyuan
+        (HEADS | {"attention_chunk_size": 8192}, "has layers that attend in chunks"),  # Llama 4
+        (HEADS | {"cross_attention_layers": [3, 8]}, "has layers that attend to an image"),  # Llama 3.2
+        *(
+            (HEADS | {name: value}, "has layers with a state in place of keys and values")
+            for name, value in [
+                ("mamba_d_state", 16),  # Jamba, Bamba, Zamba
+                ("linear_key_head_dim", 128),  # Qwen 3-Next
+                ("lru_width", 2560),  # RecurrentGemma
+                ("conv_L_cache", 3),  # LFM 2
+                ("attn_type_list", [0, 1]),  # MiniMax
+            ]
+        ),
+        (HEADS | {"global_head_dim": 256, "kv_channels": None, "multi_query": False, "use_cla": False}, None),
+        (HEADS | {"per_layer_config": {"1": {"intermediate_size": 64, "head_dim": 256}}}, None),
+        ({"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}, None),  # Qwen 1
+        (HEADS | {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10}, None),  # Gemma 3n
+    ],
+)
+def test_layers_that_are_not_all_alike(config, reason):
+    assert unequal_layers(config) == reason

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..layer_windows import LayerWindows, layer_windows
+from ..layer_windows import LayerWindows, layer_windows, unequal_layers
 from ..layouts import FLOAT_DTYPES, FP8_KINDS
 from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
@@ -53,7 +53,7 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
     OSError
         The file cannot be read.
     ValueError
-        It is no JSON, does not say the shape, or the model has no K and V for each head (MLA).
+        It is no JSON, does not say the shape, or the model's layers do not all keep K and V of one shape.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -63,9 +63,9 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
                 raise ValueError(f"it has more than {MOST_CONFIG_BYTES} bytes")
         whole = _named_values("it", json.loads(text))
         config = _named_values("its text_config", whole.get("text_config", whole))
-        if "kv_lora_rank" in config:
-            raise ValueError("its attention is MLA, which keeps a latent vector instead of K and V")
         heads, width = (as_int(name, config.get(name, 0)) for name in ("num_attention_heads", "hidden_size"))
+        if reason := unequal_layers(config):
+            raise ValueError(f"it {reason}")
         known = {"num_key_value_heads": heads, "head_dim": width // heads if heads else 0}
         known |= {theirs: given[ours] for ours, theirs in CONFIG.items() if ours in given} | config
         if missing := [theirs for theirs in CONFIG.values() if not known.get(theirs)]:

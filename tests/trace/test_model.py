@@ -37,6 +37,10 @@ def config_of(num_layers, full_every, window, **shape):
 GEMMA_27B = config_of(62, 6, 1024, num_key_value_heads=16, head_dim=128)
 GPT_OSS_20B = config_of(24, 2, 128, num_key_value_heads=8, head_dim=64)
 SMALL = config_of(6, 6, 24, num_key_value_heads=2, head_dim=32, torch_dtype="float32")
+GEMMA_4_31B = config_of(60, 6, 1024, num_key_value_heads=16, head_dim=256) | {
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 4,
+}
 GEMMA_3N = config_of(35, 5, 512, num_key_value_heads=2, head_dim=256, num_kv_shared_layers=15)
 
 
@@ -127,7 +131,11 @@ def test_what_fits(tmp_path, capsys):
         (json.dumps({"text_config": []}), "its text_config must be a JSON object, got []"),
         ("{}", "it has no num_hidden_layers, num_key_value_heads, head_dim"),
         (json.dumps(LLAMA | {"hidden_size": "4096"}), "hidden_size must be an int, got str"),
-        (json.dumps(LLAMA | {"kv_lora_rank": 512}), "its attention is MLA"),
+        (json.dumps(LLAMA | {"kv_lora_rank": 512}), "(it caches latent keys and values (MLA))"),
+        (
+            json.dumps({"text_config": GEMMA_4_31B}),
+            "(it has more than one head_dim (global_head_dim = 512, elsewhere 256))",
+        ),
         (
             json.dumps(LLAMA | {"sliding_window": 8, "layer_types": ["full_attention"]}),
             "layer_types must have 32 entries",

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
-from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows
+from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows, unequal_layers
 
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
@@ -138,8 +138,6 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return f"has layers of several {', '.join(sorted(several))}"
     if model._is_stateful or not hasattr(config, "num_attention_heads"):
         return "has layers with a state in place of keys and values (Mamba)"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return "caches latent keys and values (MLA)"
     if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
     # The masks of these have it, and nothing else.
@@ -156,6 +154,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         model._can_set_attn_implementation() or config.model_type == "bloom"
     ):
         return "computes attention in its own layers, not by transformers' AttentionInterface"
+    if reason := unequal_layers(config.to_dict()):
+        return reason
     causal = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
     if causal and not any(causal):
         return "is an encoder, whose tokens see later ones"
