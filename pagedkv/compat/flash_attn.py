@@ -182,8 +182,8 @@ def flash_attn_with_kvcache(
         rotation = {}
         if rotary_cos is not None:
             rotation = {"cos": rotary_cos, "sin": rotary_sin, "interleaved": rotary_interleaved}
-            is_local = causal or not options["window"] is options["window_right"] is None
-            q = _rotated(q, lens, is_local, rotation)
+            sees_all = not causal and options["window"] is options["window_right"] is None
+            q = _rotated(q, lens, 0 if sees_all else 1, rotation)
             rotation["positions"] = positions
         flat_k, flat_v = (contiguous_rows(x.flatten(0, 1)) for x in (k, v))
         write = partial(write_kv, flat_k, flat_v, k_cache, v_cache, slots, **rotation, **stored)
@@ -430,13 +430,15 @@ def _new_slots(k: Any, tables: Any, lens: Any, block_size: int) -> tuple[Any, An
         )
     positions = lens[:, None] + torch.arange(num_new, dtype=torch.int32, device=lens.device)
     blocks = tables.gather(1, (positions // block_size).long())
+    if not lens.is_cuda and bool((blocks < 0).any()):  # write_kv skips a token whose slot is negative
+        raise IndexError(f"block_table must hold a block for each new token, got {blocks.tolist()}")
     return (blocks.long() * block_size + positions % block_size).reshape(-1), positions.reshape(-1)
 
 
-def _rotated(q: Any, lens: Any, is_local: bool, rotation: dict[str, Any]) -> Any:
-    """q at positions from lens on, or all of it at position lens."""
+def _rotated(q: Any, lens: Any, step: int, rotation: dict[str, Any]) -> Any:
+    """q at positions from lens on, `step` apart."""
     steps = torch.arange(q.shape[1], dtype=torch.int32, device=lens.device)
-    positions = (lens[:, None] + steps * is_local).flatten()
+    positions = (lens[:, None] + steps * step).flatten()
     rows, _ = apply_rotary(contiguous_rows(q.flatten(0, 1)), None, positions=positions, **rotation)
     return rows.view(q.shape)
 

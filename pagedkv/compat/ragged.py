@@ -58,6 +58,8 @@ def behind_padding(
     calls the lengths, which are checked here, since those that come out fit the tables that come out. More queries than
     `num_tokens`, the rows of q, get no room: the operation refuses them.
     """
+    if not block_size:
+        raise ValueError("block_size must be at least 1, got 0")
     room = tables.shape[1] * block_size
     if len(tables) != len(lens) or ((lens < 0) | (lens > room)).any():
         raise ValueError(

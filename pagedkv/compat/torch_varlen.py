@@ -79,7 +79,7 @@ def _forward_into(out: Any, *args: Any, **options: Any) -> Any:
     return _attend(*args, **options, out=out)[1]
 
 
-@in_words(_WORDS)
+@in_words(_WORDS, ("query", "key", "value"))
 def _attend(
     query: Any,
     key: Any,

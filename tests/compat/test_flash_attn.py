@@ -4,6 +4,7 @@ import math
 import re
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -176,6 +177,7 @@ def test_all_queries_of_one_sequence_are_rotated_as_its_next_token(window_size, 
     cos, sin, k = torch.rand(9, 4), torch.rand(9, 4), torch.randn(1, 2, HKV, D)
     where = {} if page is None else {"block_table": torch.tensor([[1, 0]]).int()}
     given = {"k": k, "v": k, "rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 5, "window_size": window_size}
+    given["causal"] = np.False_
     out = flash_attn_with_kvcache(q, k_cache, v_cache, **given, **where)
     row = 0 if page is None else 1
     queries = rotated(q[0], torch.full((3,), 5), cos, sin, True)
@@ -250,6 +252,13 @@ REFUSED = [
     ({"q": None}, "q must be a torch.Tensor, got NoneType"),
     ({"q": Q.to_sparse()}, "q must be a dense tensor with data, got one of torch.sparse_coo on cpu"),
     ({"q": Q[..., :0], "k": NEW, "v": NEW, "cache_seqlens": LENS}, "q must have shape"),
+    (
+        {
+            **{"k": NEW.repeat(1, 4, 1, 1), "v": NEW.repeat(1, 4, 1, 1), "cache_seqlens": LENS, "window_size": (0, 0)},
+            **{"q": Q[:, :1], "block_table": torch.tensor([[-1, 0]]).int()},
+        },
+        "block_table must hold a block for each new token, got [[-1, -1, -1, -1, -1, 0, 0, 0]]",
+    ),
     ({"softcap": torch.ones(2)}, "softcap must be one number, got (2,)"),
     ({"softmax_scale": torch.tensor(True)}, "softmax_scale must be a number, got bool"),
 ]
@@ -288,6 +297,10 @@ VARLEN = [
     ({"k": NEW[0].numpy()}, "k must be a torch.Tensor, got ndarray"),
     ({"cu_seqlens_q": torch.tensor([]).int()}, "cu_seqlens_q must have shape (batch_size + 1,), got (0,)"),
     ({"v": None}, "v must be a torch.Tensor, got NoneType"),
+    (
+        {"k": CACHE[:, :0], "v": CACHE[:, :0], "cu_seqlens_k": torch.zeros(2).int(), "block_table": LENS[:, None]},
+        "block_size must be at least 1, got 0",
+    ),
     ({"v": torch.tensor(1.0)}, "k and v must have shape (total_k, num_kv_heads, head_dim)"),
     ({"return_attn_probs": torch.ones(2)}, "return_attn_probs must be True or False, got tensor([1., 1.])"),
     ({"cu_seqlens_q": torch.tensor([0, 3]).int()}, "cu_seqlens_q must end at or before num_tokens = 2, got 3"),

@@ -178,6 +178,7 @@ STARTS = torch.tensor([0, 3], dtype=torch.int32)
         ({"cu_seq_q": STARTS * 2}, ValueError, "cu_seq_q must end at or before num_tokens = 4, got 6"),
         ({"cu_seq_q": torch.tensor([0, 2**31 - 1]).int()}, ValueError, "cu_seq_q must end at or before num_tokens = 4"),
         ({"cu_seq_k": STARTS[None]}, ValueError, "cu_seq_k must have shape (n,), got (1, 2)"),
+        ({"value": None}, TypeError, "value must be a torch.Tensor, got NoneType"),
         ({"value": torch.zeros(4, 2, 32)}, ValueError, "value must have shape"),
         ({"seqused_k": STARTS[1:] + 1}, ValueError, "seqused_k must be at most .* [3], got [4]"),
         ({"block_table": STARTS[None]}, ValueError, "seqused_k must say .* where block_table is given, got None"),
