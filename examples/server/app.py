@@ -133,11 +133,11 @@ class Server:
                 tokens = await asyncio.to_thread(self._encode, wanted.prompt, chat)
                 room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
                 max_tokens = wanted.max_tokens or max(1, room)
+                writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
+                visit.job = Job(tokens, max_tokens, wanted.options, writer)
                 if max_tokens > room:
                     counts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
                     raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({counts})")
-                writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
-                visit.job = Job(tokens, max_tokens, wanted.options, writer)
                 async with contextlib.aclosing(self.worker.pieces(visit.job)) as pieces:
                     async for text, reason in pieces:
                         place.num_tokens += 1

@@ -140,7 +140,13 @@ def run(
         if given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(f"{names} and --csv exclude each other: lengths are drawn or read")
-        trace = read_csv(csv, requests)
+        try:
+            trace = read_csv(csv, requests)
+        except OSError as error:
+            raise OSError(
+                f"--csv {csv} cannot be read ({error.strerror}): give a file with a row for each request, below the "
+                "names prompt_tokens,output_tokens"
+            ) from error
         max_len = int(trace.seq_lens.max()) if max_len is None else max_len
     else:
         max_len = MAX_LEN if max_len is None else max_len

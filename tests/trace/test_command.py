@@ -108,7 +108,11 @@ def test_rows_of_the_table_are_enough_for_all_that_fit():
         (["--block-sizes", "16385"], "--block-sizes must be from 1 to the 16384 slots of --memory, got 16385"),
         (["--watermark", "nan"], "watermark must be from 0 to 1, got nan"),
         (["--csv", "x", "--seed", "1"], "--seed and --csv exclude each other: lengths are drawn or read"),
-        (["--csv", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        (
+            ["--csv", "nowhere.csv"],
+            "--csv nowhere.csv cannot be read (No such file or directory): give a file with a row for each request, "
+            "below the names prompt_tokens,output_tokens",
+        ),
     ],
 )
 def test_wrong_options_are_refused_in_one_line_before_anything_runs(words, message, capsys, monkeypatch):
