@@ -185,6 +185,12 @@ MUTANTS = [
         GROUPS + "test_the_last_append_can_be_taken_back_and_no_more_than_the_window_allows",
     ),
     Mutant(
+        "groups: a sequence gets a block of another group",
+        "np.where(kept == NO_BLOCK, NO_BLOCK, self._starts + kept)",
+        "(self._starts + kept)",
+        GROUPS + "test_tokens_that_are_not_stored_stay_in_their_own_blocks",
+    ),
+    Mutant(
         "groups: blocks are stored behind one that was passed",
         "ends = first > np.maximum(self.num_found[rows] - 1, 0)",
         "ends = first > self.num_found[rows]",

@@ -107,7 +107,9 @@ class Holders:
         candidates = np.where(found == NO_BLOCK, np.maximum(own, NO_BLOCK), found)
         candidates[self._leader] = kept
         candidates[:, kept == NO_BLOCK] = NO_BLOCK
-        keys, blocks = (self._starts + kept).reshape(-1), candidates.reshape(-1)
+        # Without the -1, a group would have the key of block N - 1 in the group before it.
+        keys = np.where(kept == NO_BLOCK, NO_BLOCK, self._starts + kept).reshape(-1)
+        blocks = candidates.reshape(-1)
         there = (blocks != NO_BLOCK).nonzero()[0]
         if not len(there):
             return Held(candidates, np.zeros_like(candidates, np.bool), kept, kept_serials, digests)

@@ -212,6 +212,18 @@ def test_tokens_whose_digests_belong_to_others_are_not_stored_in_any_group():
     assert_sound(cache, seqs)
 
 
+def test_tokens_that_are_not_stored_stay_in_their_own_blocks():
+    """Behind those in the last block of the pool, to which an index of -1 leads."""
+    cache = make(None, 9, hash_of=lambda data: bytes(16))
+    cache.pool.release(cache.pool.allocate(100)[::-1])
+    seq = cache.add(TEXT[:8]).seq
+    before = tables(cache, [seq]).tolist()
+    cache.commit(seq)
+    assert tables(cache, [seq]).tolist() == before == [[[99, 98]], [[97, 96]]]
+    assert cache.find(TEXT[:9]) == 4
+    assert_sound(cache, [seq])
+
+
 def test_a_hit_needs_no_block_left_of_its_window():
     cache, of_window, _ = with_text(6)
     evict(cache, of_window[:4])
