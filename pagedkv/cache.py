@@ -66,7 +66,7 @@ class PagedKVCache(Sequences):
     windows : int, None, or list of them
         How many tokens a query sees in each layer, its own among them, or in all; None for all before it. A window
         counts from the last block boundary, so that a layer holds at most 1 + ceil((window - 1) / P) blocks of a
-        sequence while it decodes.
+        sequence while it decodes, or 2 if all windows are 1.
     keep : int
         Tokens left of the windows that stay, for drafts that are rolled back after others were appended. `truncate` can
         always take back the last `append`.

@@ -188,9 +188,13 @@ class Chains:
         must_hold(
             (self.num_found * self.cache.block_size <= self.num_known).all(), "a block is found by unknown tokens"
         )
-        leading = blocks[self._first_line : self._first_line + len(lens)]
+        of_groups, rows = blocks.reshape(self._num_groups, len(lens), -1), np.arange(len(lens))
+        above = of_groups[self._groups.leader, rows, np.maximum(self.num_found - 1, 0)]
+        goes_on = (self.num_known == lens) | (self.num_known // self.cache.block_size > self.num_found)
+        must_hold(
+            ((above != UNUSED) | ~goes_on | (lens == 0)).all(),
+            "a window has passed the block that the next one is stored behind",
+        )
         for row in self.num_found.nonzero()[0]:
-            found = leading[row, : self.num_found[row]].astype(np.int64)
-            passed = found == UNUSED
-            root = None if passed.any() else self._roots[row].tobytes()
-            must_hold(self.cache.follows(found[~passed], root), "a block that can be found is not")
+            columns = of_groups[:, row, : self.num_found[row]].astype(np.int64)
+            must_hold(self.cache.follows(columns, self._roots[row].tobytes()), "a block that can be found is not")

@@ -65,7 +65,7 @@ class LayerGroups:
     group_size: int
     leader: int
     block_size: int
-    _before: Counts  # (G,) tokens that a query sees before its own
+    _before: Counts  # (G,) tokens that a query sees before its own; of the leader at least P
 
     @classmethod
     def of(
@@ -133,7 +133,8 @@ class LayerGroups:
         places = [where[same_as.get(layer, layer)] for layer in range(num_layers)]
         before = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
         leader = int(before.argmax())
-        before[leader] = max(before[leader], 1)  # a commit looks at the block before those that it stores
+        # A commit looks at the block before those that it stores, wherever in a block a hit or a truncation has ended.
+        before[leader] = max(before[leader], block_size)
         return cls(
             groups,
             group_of=tuple(g for g, _ in places),

@@ -185,6 +185,12 @@ MUTANTS = [
         GROUPS + "test_the_last_append_can_be_taken_back_and_no_more_than_the_window_allows",
     ),
     Mutant(
+        "groups: a hit lets go of the block that the next one is stored behind",
+        "before[leader] = max(before[leader], block_size)",
+        "before[leader] = max(before[leader], 1)",
+        GROUPS + "test_a_block_is_stored_behind_the_one_before_it_though_no_query_sees_that",
+    ),
+    Mutant(
         "groups: a sequence gets a block of another group",
         "np.where(kept == NO_BLOCK, NO_BLOCK, self._starts + kept)",
         "(self._starts + kept)",

@@ -465,23 +465,42 @@ class PrefixCache:
         must_hold((serials <= self._last_serial[0]).all(), "a content has a number that was not given out yet")
         parents = self._parents[findable]
         must_hold((parents < serials).all(), "a content is older than the one before it")
-        if self._groups.leader_is_full:
-            behind = np.isin(parents[parents >= 0], serials)
-            must_hold(behind.all(), "a block can be found, and the one before it cannot")
+        lost = (parents >= 0) & ~np.isin(parents, serials)
+        if not self._groups.leader_is_full:
+            lost &= parents == 0  # others may be gone since a window has passed them
+        must_hold(not lost.any(), "a block can be found, and the one before it cannot")
         columns = self.columns(findable)
         must_hold(
             np.array_equal(np.sort(columns[columns != NO_BLOCK]), others),
             "a block waits to be found that no block of the leading group leads to",
         )
 
-    def follows(self, blocks: Int64Array, root: bytes | None) -> bool:
-        """Whether blocks can be found one after another, the first one behind the root, if it is given."""
-        serials, parents = self._serials[blocks], self._parents[blocks]
-        if root is None:
-            return bool((serials != 0).all() and (parents[1:] == serials[:-1]).all())
-        return bool(
-            (serials != 0).all() and (parents == [*_root_numbers(pack([root])), *serials[:-1]][: len(blocks)]).all()
-        )
+    def follows(self, columns: Int64Array, root: bytes) -> bool:
+        """Whether the first columns of a sequence can be found one behind another, and all groups have the same tokens.
+
+        Parameters
+        ----------
+        columns : (num_groups, num_columns) int64
+            Its blocks; NO_BLOCK where a window has passed them.
+        root : bytes
+            The digest of its salt. What it has passed is followed up to there as far as that can still be found.
+        """
+        leaders = columns[self._groups.leader]
+        num_above = int(np.count_nonzero(leaders == NO_BLOCK))
+        leaders, columns = leaders[num_above:], columns[:, num_above:]
+        serials, parents = self._serials[leaders], self._parents[leaders]
+        held, same = columns != NO_BLOCK, self._serials[columns] == serials
+        if self._holders is not None:
+            same &= self._holders.group_of[columns] == np.arange(len(columns))[:, None]
+        if not (serials.all() and same[held].all() and (parents[1:] == serials[:-1]).all()):
+            return False
+        if not len(leaders):
+            return True
+        parent, others = int(parents[0]), self._leaders() if num_above else NO_BLOCKS
+        parent_of = dict(zip(self._serials[others].tolist(), self._parents[others].tolist(), strict=True))
+        while num_above and parent in parent_of:
+            parent, num_above = parent_of[parent], num_above - 1
+        return parent > 0 if num_above else parent == int(_root_numbers(pack([root]))[0])
 
     def _rows(self) -> npt.NDArray[np.int32]:
         return self.tokens.reshape(-1, self.block_size)

@@ -287,6 +287,54 @@ def test_a_new_block_does_not_end_the_chain_that_led_to_a_hit():
     assert_sound(cache, [*seqs, seq])
 
 
+def within_a_block(cache, how):
+    """A sequence that ends within a block of TEXT behind one that can be found, and its length."""
+    seq = started(cache, TEXT[:9])
+    if how == "hit":
+        return cache.add(TEXT[:8])
+    length = shortest(cache, seq)
+    cache.truncate(seq, length)
+    return seq, length
+
+
+@pytest.mark.parametrize("how", ["hit", "truncate"])
+def test_a_block_is_stored_behind_the_one_before_it_though_no_query_sees_that(how):
+    """In one commit with a sequence that has nothing before its block."""
+    cache = make(3)
+    seq, length = within_a_block(cache, how)
+    there, stop = int(cache.seq_lens(seq)[0]), (length // P + 1) * P
+    tokens = TEXT[:there] + OTHERS[: stop - there]
+    cache.append(seq, stop - there, tokens[there:])
+    other = cache.add(OTHERS[20:25]).seq
+    cache.commit([seq, other])
+    assert cache.find([*tokens, 0]) == stop
+    assert not any(cache.find([*tokens[i : i + P], 0]) for i in range(P, stop, P))
+    cache.check()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_check_sees_that_the_block_before_one_to_store_is_gone(others):
+    """Before it is stored behind another, and afterwards."""
+    cache = make(3)
+    cache.layer_groups._before[0] = 2  # what the queries see
+    seq, _ = within_a_block(cache, "hit")
+    with pytest.raises(AssertionError, match="has passed the block that the next one is stored behind"):
+        cache.check()
+    cache.commit([seq, *(cache.add(OTHERS[:5]).seq for _ in range(others))])
+    with pytest.raises(AssertionError, match=["the one before it cannot", "a block that can be found is not"][others]):
+        cache.check()
+
+
+@pytest.mark.parametrize(("lines", "columns"), [([0, 0], [0, 1]), ([0, 1], [1, 1])], ids=["column", "group"])
+def test_check_sees_a_block_of_another_column_or_group(lines, columns):
+    cache = make(6, 5, None, max_seqs=1)
+    started(cache, TEXT[:8])
+    cache.check()
+    cache._rows.blocks[lines, columns] = cache._rows.blocks[lines[::-1], columns[::-1]]
+    with pytest.raises(AssertionError, match="a block that can be found is not"):
+        cache.check()
+
+
 def test_a_longer_prompt_shares_the_full_blocks_of_a_shorter_one():
     cache = make(6, None)
     a = started(cache, TEXT[:16])

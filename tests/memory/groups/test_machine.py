@@ -35,6 +35,8 @@ WINDOWS = [
     {"windows": (2, 1)},
     {"windows": (5, 5), "group_size": 1},
     {"windows": 6},
+    {"windows": 3},
+    {"windows": (3, 2)},
     {"windows": None},
 ]
 SALTS = st.sampled_from([None, None, "a"])
@@ -73,8 +75,11 @@ class GroupMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         hash_of=st.sampled_from([blake2b_128, blake2b_128, of_two_bits]),
         eviction=st.sampled_from([LRU, LRU, Chosen]),
+        from_the_end=st.booleans(),
     )
-    def start(self, data, layers, keep, num_blocks, block_size, max_seqs, prefix_cache, hash_of, eviction):
+    def start(
+        self, data, layers, keep, num_blocks, block_size, max_seqs, prefix_cache, hash_of, eviction, from_the_end
+    ):
         windows = layers["windows"] if isinstance(layers["windows"], tuple) else (layers["windows"],) * 2
         self.listener = Listener()
         options = {"keep": keep, "max_seqs": max_seqs, "max_seq_len": 40 + block_size, "prefix_cache": prefix_cache}
@@ -88,6 +93,8 @@ class GroupMachine(RuleBasedStateMachine):
         )
         if prefix_cache and eviction is Chosen:
             self.cache.pool._prefix_cache.eviction.first = (*range(0, num_blocks, 3),)
+        if from_the_end:  # so that the last block, to which an index of -1 leads, is in use
+            self.cache.pool.release(self.cache.pool.allocate(num_blocks)[::-1])
         self.is_exact = prefix_cache and hash_of is blake2b_128
         self.keep = keep
         same_as = layers.get("same_as", {})
@@ -99,7 +106,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.is_led_by_full = None in self.windows
         if not self.is_led_by_full:
             self.leader = self.windows.index(max(self.windows))
-            self.windows[self.leader] = max(2, self.windows[self.leader])
+            self.windows[self.leader] = max(block_size + 1, self.windows[self.leader])
         self.seqs: dict[int, Seq] = {}
         self.pins, self.names = {}, itertools.count(1)
         self.unknown = itertools.count(-1, -1)
@@ -199,12 +206,14 @@ class GroupMachine(RuleBasedStateMachine):
             self.cache.write(layer, k + layer, -k - layer, slots)
 
     # -- rules
-    @rule(data=st.data(), salt=SALTS, tail=st.integers(0, 9), chunked=st.booleans())
-    def add(self, data, salt, tail, chunked):
+    @rule(data=st.data(), salt=SALTS, tail=st.integers(0, 9), chunked=st.booleans(), committed=st.booleans())
+    def add(self, data, salt, tail, chunked, committed):
         """Tokens that another sequence begins with, or not, and some more."""
         text = data.draw(st.sampled_from([[], *(seq.tokens[: seq.known] for seq in self.seqs.values())]))
         text = text[: data.draw(st.integers(0, len(text)) | st.just(len(text)))] if text else []
         self.add_tokens(text + self.ids(data, tail if text else data.draw(st.integers(0, 20))), salt, chunked)
+        if committed:  # with the others, some of which have nothing to be found yet
+            self.commit_of([*self.seqs])
 
     @rule(num_tokens=st.integers(0, 20))
     def add_unknown(self, num_tokens):
