@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +17,7 @@ from ...cache import PagedKVCache
 from ...cached_property import cached_property
 from ...memory.device.batch import Batch
 from .models import text_config
+from .running import LayerTurns, running
 
 # Names in transformers' AttentionInterface. Its continuous batching takes sdpa, eager, and names with "flash" in them.
 NAME = "pagedkv_flash"
@@ -106,6 +105,7 @@ class CachedPass:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
+        require_layer(layer, range(len(self.cache.k_caches)))
         if layer in self._writing:
             self.cache.write(layer, k, v, self._slots)
         if self.rows is None:
@@ -116,46 +116,28 @@ class CachedPass:
 
 
 class WatchedPass:
-    """A `CachedPass` that records which rows are finite after the last layer, which any NaN or Inf reaches.
-
-    Attributes
-    ----------
-    finite : (num_tokens,) bool tensor
-        After the last layer.
-    """
-
-    finite: torch.Tensor
+    """A `CachedPass` that keeps the result of the last layer that has attended, which any NaN or Inf reaches."""
 
     def __init__(self, cache: PagedKVCache, slots: torch.Tensor, batch: Batch) -> None:
-        self._pass, self._last_layer = CachedPass(cache, slots, batch), len(cache.k_caches) - 1
+        self._pass = CachedPass(cache, slots, batch)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
-        out = self._pass.attend(layer, q, k, v, **options)
-        if layer == self._last_layer:
-            self.finite = out.isfinite().flatten(1).all(1)
-        return out
+        self._last = self._pass.attend(layer, q, k, v, **options)
+        return self._last
+
+    def are_finite(self) -> torch.Tensor:
+        """Whether each row is finite after the last layer, (num_tokens,) bool."""
+        return self._last.isfinite().flatten(1).all(1)
 
 
-class _Running(threading.local):
-    """The forward pass in progress on this thread, and whether a layer has attended through it."""
-
-    # torch calls no hook after an interrupt. With a weak reference only the forward itself keeps the pass alive, and
-    # with it a cache that may fill most of a device.
-    _pass: weakref.ref[ForwardPass] | None = None
-    has_attended = False
-
-    def begin(self, forward_pass: ForwardPass | None) -> None:
-        """Set the pass that layers and masks on this thread find until the next `begin`; None without pagedkv."""
-        self._pass = None if forward_pass is None else weakref.ref(forward_pass)
-        self.has_attended = False
-
-    @property
-    def forward_pass(self) -> ForwardPass | None:
-        return None if self._pass is None else self._pass()
-
-
-running = _Running()
+def require_layer(layer: Any, layers: Collection[int]) -> None:
+    """Raise ValueError unless a pass has room for the K and V of a layer."""
+    if layer not in layers:
+        raise ValueError(
+            f"a module of this model attends as layer {layer}, and the cache has layers 0 to {len(layers) - 1}: "
+            "pagedkv cannot run this model; what it says without one is right"
+        )
 
 
 def paged_attention(
@@ -175,12 +157,13 @@ def paged_attention(
     Parameters
     ----------
     module : Module
-        The attention layer; its `layer_idx` selects the layer of the cache.
+        The attention layer. The layer of the cache is the one that the model has updated before, or else its
+        `layer_idx`.
     query : (batch_size, num_heads, length, head_dim) tensor
     key, value : (batch_size, num_kv_heads, length, head_dim) tensor
         Keys and values of the new tokens alone.
-    attention_mask
-        Must be None: the sequence of a query determines what it sees.
+    attention_mask : MaskRequest or None
+        What `mask` has made; the sequence of a query determines what it sees.
     forward_pass : ForwardPass
         The forward pass that the caller of the model passed.
     **options
@@ -205,6 +188,8 @@ def paged_attention(
     True
     """
     if forward_pass is None:
+        if isinstance(attention_mask, MaskRequest) and running.turns is not None:
+            running.turns.require_attended()
         return _attention_without_pagedkv(module)(module, query, key, value, attention_mask, **options)
     _require_possible(module, query, key, value, attention_mask, options)
     batch_size, num_heads, length, head_dim = query.shape
@@ -222,7 +207,7 @@ def paged_attention(
     }
     # torch.compile cannot trace the part on the host, so the graph breaks here.
     attend = _attend_eagerly if torch.compiler.is_compiling() else _attend
-    out = attend(forward_pass, module.layer_idx, q, k, v, asked)
+    out = attend(forward_pass, module, q, k, v, asked)
     return out.view(batch_size, length, num_heads, head_dim), None
 
 
@@ -232,7 +217,7 @@ def _require_possible(
     """Raise ValueError if a layer asks for what paged attention cannot do."""
     is_causal = options.get("is_causal")
     wrong = (
-        (attention_mask is not None and "attention_mask")
+        (not isinstance(attention_mask, MaskRequest | None) and "attention_mask")
         or (options.get("dropout", 0.0) > 0 and "dropout")
         or (module.training and _have_gradients(query, key, value) and "gradients in train mode")
         or (not ((is_causal is None or is_causal) and getattr(module, "is_causal", True)) and "is_causal=False")
@@ -244,6 +229,8 @@ def _require_possible(
             f"paged attention does not take {wrong}, which {type(module).__name__} asks for: model.eval() asks for no "
             "dropout and no gradients, and a call of the model without a forward_pass or a PagedCache takes it"
         )
+    if attention_mask is not None:
+        attention_mask.require_as_asked(options.get("sliding_window"), module)
 
 
 def _attention_without_pagedkv(module: torch.nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
@@ -255,13 +242,44 @@ def _attention_without_pagedkv(module: torch.nn.Module) -> Callable[..., tuple[t
     return next(filter(None, of_files))
 
 
-def mask(*, config: Any, **arguments: Any) -> torch.Tensor | None:
+@dataclass(frozen=True)
+class MaskRequest:
+    """What stands for the mask of some layers in a forward pass of pagedkv, which computes none.
+
+    Attributes
+    ----------
+    is_causal : bool
+        Whether each token sees those before it, or the last of them, and no others.
+    window : int or None
+        How many tokens a query sees, its own among them; None for all before it.
+    """
+
+    is_causal: bool
+    window: int | None
+
+    def require_as_asked(self, window: int | None, module: torch.nn.Module) -> None:
+        """Raise ValueError if the mask shows other tokens than the layer asks attention for, with its window."""
+        name = type(module).__name__
+        if not self.is_causal:
+            raise ValueError(
+                f"the mask of {name} lets tokens see later ones or hides some before them, as for images or with "
+                "token_type_ids, and paged attention is causal: call the model without a forward_pass or a PagedCache"
+            )
+        if window != self.window:
+            raise ValueError(
+                f"the mask of {name} has a window of {self.window} tokens, and the layer asks attention for {window}: "
+                "pagedkv cannot run this model; what it says without one is right"
+            )
+
+
+def mask(*, config: Any, **arguments: Any) -> torch.Tensor | MaskRequest | None:
     """Make the mask of a model's layers; registered as `NAME` in transformers' AttentionMaskInterface.
 
-    None in a forward pass of pagedkv, otherwise the mask that transformers makes.
+    In a forward pass of pagedkv a `MaskRequest`, otherwise the mask that transformers makes.
     """
     if _is_paged():
-        return None
+        # transformers allows it for the masks that are causal, or have a window, and nothing else.
+        return MaskRequest(bool(arguments.get("allow_is_causal_skip")), arguments.get("local_size"))
     made: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[implementation(config)](config=config, **arguments)
     return made
 
@@ -275,9 +293,9 @@ def _have_gradients(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _attend(forward_pass: ForwardPass, layer: int, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
-    running.has_attended = True
-    return forward_pass.attend(layer, q, k, v, **options)
+def _attend(forward_pass: ForwardPass, module: torch.nn.Module, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Any:
+    turns = running.turns or LayerTurns(type(module).__name__)  # none runs where a layer is called alone
+    return forward_pass.attend(turns.take(module), q, k, v, **options)
 
 
 _attend_eagerly = torch.compiler.disable(_attend)

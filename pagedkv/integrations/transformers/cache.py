@@ -18,6 +18,7 @@ from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
 from .models import kv_shape, kv_windows, num_ranks, require_supported, uncompiled
+from .running import LayerTurns
 
 if TYPE_CHECKING:
     from ...stores import SwapSpace
@@ -120,6 +121,8 @@ class PagedCache(Cache):
     torch.Size([1, 5])
     >>> cache.reset()
     """
+
+    turns: LayerTurns  # of the layers in the pass in progress
 
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
         require_options(type(self), options)
@@ -283,6 +286,21 @@ class PagedCache(Cache):
             self.kv.free(first)
             raise
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the new keys and values unchanged, since `paged_attention` writes them.
+
+        Raises
+        ------
+        RuntimeError
+            The model does not use pagedkv.
+        """
+        if self._before is None:  # no pass has begun
+            raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
+        self.turns.update(layer_idx)
+        return key_states, value_states
+
     def end(self) -> None:
         """Record that the pass has written the new tokens of every row."""
         self._length, self._before = self._next_length, None
@@ -339,7 +357,7 @@ class PagedCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """The interface that transformers expects of a layer of a cache; `paged_attention` does the work."""
+    """The interface that transformers expects of a layer of a cache."""
 
     is_croppable = True
     is_sliding = False
@@ -351,19 +369,8 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Do nothing: the PagedKVCache exists already."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys and values unchanged, since `paged_attention` writes them.
-
-        Raises
-        ------
-        RuntimeError
-            The model does not use pagedkv.
-        """
-        if self._cache._before is None:  # no pass has begun
-            raise RuntimeError("this model does not fill a PagedCache: call use_pagedkv(model) first")
-        return key_states, value_states
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("PagedCache.update takes the K and V of all layers")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache._length + query_length, 0

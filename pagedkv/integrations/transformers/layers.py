@@ -10,7 +10,8 @@ from transformers import BloomPreTrainedModel, PreTrainedModel, StableLmPreTrain
 from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi_tensor, dropout_add
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
-from .attention import paged_attention, running
+from .attention import paged_attention
+from .running import running
 
 
 def let_layers_find(model: PreTrainedModel) -> None:

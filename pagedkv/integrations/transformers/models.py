@@ -12,6 +12,7 @@ from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows, unequal_layers
 
+CACHE_NAMES = "cache", "past_key_values"  # of a model's input; the second one before transformers 5.24
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 # Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
@@ -32,6 +33,11 @@ def input_names(model: PreTrainedModel) -> tuple[str, ...]:
         if all(parameter.kind != Parameter.VAR_POSITIONAL for parameter in parameters.values()):
             return tuple(parameters)
     return ()
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The name of the input of a model that is a cache of transformers."""
+    return next((name for name in CACHE_NAMES if name in input_names(model)), CACHE_NAMES[-1])
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -141,10 +147,15 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
     # The masks of these have it, and nothing else.
-    if (config.model_type in ("olmoe", "phimoe") and getattr(config, "sliding_window", None)) or (
-        config.model_type == "qwen2_moe" and "sliding_attention" in config.layer_types
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if getattr(config, "sliding_window", None) and (
+        config.model_type in ("olmoe", "phimoe")
+        or (config.model_type == "qwen2_moe" and slides)
+        or (config.model_type == "smollm3" and slides and not config.use_sliding_window)
     ):
         return "has a sliding window that its layers do not ask attention for"
+    if config.model_type == "gpt_bigcode" and _num_kv_heads(config) != (1 if config.multi_query else config.n_head):
+        return f"has multi_query={config.multi_query} and num_key_value_heads={config.num_key_value_heads}"
     if config.model_type == "diffllama":
         return "attends twice in each layer, to two parts of its values"
     # Of these, Gemma 3n alone hands the keys and values of another layer to attention.

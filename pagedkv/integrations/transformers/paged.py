@@ -9,6 +9,7 @@ import torch
 
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
+from .attention import require_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +91,7 @@ class PagedPass:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
+        require_layer(layer, self._groups)
         return self._groups[layer].attend(layer, q, k, v, **options)
 
 

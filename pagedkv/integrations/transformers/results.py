@@ -65,7 +65,7 @@ def last_logits(model: PreTrainedModel, cache: PagedKVCache, step: Step) -> torc
             forward_pass=watched,
         )
         logits: torch.Tensor = out.logits[0]
-        finite = watched.finite.tolist()
+        finite = watched.are_finite().tolist()
         for row, (start, stop) in enumerate(pairwise(step.batch.query_starts.tolist())):
             if not all(finite[start:stop]):
                 logits[row] = torch.nan

@@ -12,11 +12,22 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from ...errors import BackendUnavailableError
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
-from .attention import ForwardPass, choose_pagedkv, choose_transformers, running, uses_pagedkv
+from .attention import ForwardPass, choose_pagedkv, choose_transformers, uses_pagedkv
 from .cache import PagedCache
 from .layers import let_layers_find
-from .models import heads_divided_by, input_names, kv_shape, require_causal, require_supported, text_config, uncompiled
+from .models import (
+    CACHE_NAMES,
+    cache_name,
+    heads_divided_by,
+    input_names,
+    kv_shape,
+    require_causal,
+    require_supported,
+    text_config,
+    uncompiled,
+)
 from .paged import AllocatorPages, PagedPass
+from .running import LayerTurns, PassCache, running
 
 _PAGES = "_pages_of_pagedkv"
 
@@ -93,7 +104,10 @@ def _try_kernels(model: PreTrainedModel) -> None:
 def _before_forward(
     model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Hook before a model's forward: adds the forward pass that the caches among its inputs imply."""
+    """Hook before a model's forward: adds the forward pass that the caches among its inputs imply.
+
+    In all of them the model updates a cache of ours, which says which layer attends next.
+    """
     made, named = inputs.get("forward_pass"), _inputs_by_name(model, args, inputs)
     cache = _cache_of(named)
     if uses_pagedkv(model):
@@ -108,18 +122,23 @@ def _before_forward(
             f"the attention of {type(model).__name__} is {model.config._attn_implementation} now, which reads no "
             "PagedKVCache: call use_pagedkv(model) again"
         )
-    running.begin(made)
-    return None if made is None else (args, inputs | {"forward_pass": made})
+    if made is None:
+        running.begin(None, None)
+        return None
+    turns = LayerTurns(type(model).__name__)
+    if cache is None:
+        inputs = inputs | {cache_name(model): PassCache(turns)}
+    else:
+        cache.turns = turns
+    running.begin(made, turns)
+    return args, inputs | {"forward_pass": made}
 
 
 @torch.compiler.disable
 def _after_success(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[str, Any], outputs: Any) -> None:
     """Hook after a model's forward, unless that fails."""
-    if inputs.get("forward_pass") is not None and not running.has_attended:
-        raise RuntimeError(
-            f"the layers of {type(model).__name__} do not hand the keyword forward_pass on, and have attended without "
-            "the PagedKVCache: pagedkv cannot run this model; what it says without one is right"
-        )
+    if running.turns is not None:
+        running.turns.require_attended()
     if (cache := _cache_of(_inputs_by_name(model, args, inputs))) is not None:
         cache.end()
 
@@ -127,7 +146,7 @@ def _after_success(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[s
 @torch.compiler.disable
 def _after_any_end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) -> None:
     """Hook after a model's forward, even if that fails."""
-    running.begin(None)
+    running.begin(None, None)
 
 
 def _pass_of_continuous_batching(inputs: dict[str, Any]) -> ForwardPass | None:
@@ -147,8 +166,7 @@ def _inputs_by_name(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[
 
 
 def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
-    cache = inputs.get("past_key_values")
-    return cache if isinstance(cache, PagedCache) else None
+    return next((inputs[name] for name in CACHE_NAMES if isinstance(inputs.get(name), PagedCache)), None)
 
 
 def _pass_of_generate(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:

@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 from ...extras import pip_install
 
 # The range of versions whose PagedAttentionCache and Cache paged.py and cache.py can read.
-OLDEST, BEFORE = (5, 20), (5, 24)
+OLDEST, BEFORE = (5, 20), (5, 25)
 
 
 def require_transformers() -> str:

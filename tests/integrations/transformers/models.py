@@ -46,6 +46,7 @@ FAMILIES = {
     },
     "Phi": {"partial_rotary_factor": 0.5},
     "StableLm": {"partial_rotary_factor": 0.25},
+    "HrmText": {"num_key_value_heads": None, "prefix_lm": True},
     "Bloom": {"n_head": 4, "n_layer": 2, "num_key_value_heads": None, "head_dim": None},
 }
 

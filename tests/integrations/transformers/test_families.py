@@ -7,9 +7,20 @@ import pytest
 import torch
 import transformers
 
-from pagedkv.integrations.transformers import PagedCache, use_pagedkv
+from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 
-from .models import FAMILIES, VOCAB, eager_model, error_bound, greedy, greedy_batch, logits, make_model, prompts
+from .models import (
+    ALTERNATING,
+    FAMILIES,
+    VOCAB,
+    eager_model,
+    error_bound,
+    greedy,
+    greedy_batch,
+    logits,
+    make_model,
+    prompts,
+)
 
 LONG = {"Llama", "Qwen3"}  # test_paged.py and test_cache.py have a Llama
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -27,6 +38,8 @@ def test_each_family_generates_what_eager_attention_does(family, device):
     cache = PagedCache(model, num_blocks=48)
     assert greedy(model, texts, 6, past_key_values=cache) == expected
     cache.reset()
+    engine = Engine(model, num_blocks=48, eos_token_id=())
+    assert [list(stream) for stream in [engine.tokens(text, 6) for text in texts]] == expected
     exact, bound = error_bound(eager_model(family), texts[1])
     paged = logits(model, texts[1], (0, 30, 31, 32, 60), past_key_values=cache).cpu()
     assert (paged - exact).abs().max() <= bound
@@ -86,6 +99,18 @@ def test_the_docs_list_every_tested_family():
             lambda: make_model("Olmoe", sliding_window=8, **EXPERTS),
             "OlmoeForCausalLM has a sliding window that its layers do not ask attention for",
         ),
+        (
+            lambda: make_model("SmolLM3", sliding_window=8, use_sliding_window=False, layer_types=ALTERNATING[:2]),
+            "SmolLM3ForCausalLM has a sliding window that its layers do not ask attention for",
+        ),
+        (
+            lambda: transformers.GPTBigCodeForCausalLM(
+                transformers.GPTBigCodeConfig(
+                    vocab_size=9, n_embd=32, n_head=4, n_layer=1, multi_query=False, num_key_value_heads=2
+                )
+            ),
+            "GPTBigCodeForCausalLM has multi_query=False and num_key_value_heads=2",
+        ),
         (lambda: make_model("Nemotron"), "NemotronForCausalLM computes attention in its own layers"),
         (
             lambda: transformers.BertModel(
@@ -112,12 +137,15 @@ def test_the_docs_list_every_tested_family():
         "Qwen2Moe",
         "Phimoe",
         "Olmoe",
+        "SmolLM3",
+        "GPTBigCode",
         "Nemotron",
         "encoder",
         "head_dim",
         "dtype",
     ],
 )
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by GPTBigCode in transformers 5.20
 def test_others_are_refused(make, reason):
     model = make()
     before = model.config._attn_implementation

@@ -15,16 +15,16 @@ from pagedkv.integrations.transformers.versions import BEFORE, OLDEST, require_t
 REMEDY = pip_install("transformers")
 
 
-@pytest.mark.parametrize("version", ["5.20.0", "5.23.1", "5.23.0.dev0"])
+@pytest.mark.parametrize("version", ["5.20.0", "5.24.1", "5.24.0.dev0"])
 def test_versions_that_are_taken(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", {"transformers": version}.get)
     assert require_transformers() == version
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "5.19.1", "5.24.0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.19.1", "5.25.0", "6.0.0"])
 def test_versions_that_are_not(monkeypatch, version):
     monkeypatch.setattr(importlib.metadata, "version", {"transformers": version}.get)
-    message = f"transformers must be at least 5.20 and below 5.24, got {version}: {REMEDY}"
+    message = f"transformers must be at least 5.20 and below 5.25, got {version}: {REMEDY}"
     with pytest.raises(ImportError, match=re.escape(message)):
         require_transformers()
 
@@ -32,10 +32,10 @@ def test_versions_that_are_not(monkeypatch, version):
 def test_info_says_so(monkeypatch):
     use = "models of transformers"
     monkeypatch.setattr(command, "EXTRAS", {use: command.EXTRAS[use]})
-    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "5.24.0"}.get)
+    monkeypatch.setattr(importlib.metadata, "version", {"transformers": "5.25.0"}.get)
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.transformers")
     [missing] = (row["what is missing"] for row in command.run(progress=lambda _: None) if row.get("to use") == use)
-    assert missing == f"ImportError: transformers must be at least 5.20 and below 5.24, got 5.24.0: {REMEDY}"
+    assert missing == f"ImportError: transformers must be at least 5.20 and below 5.25, got 5.25.0: {REMEDY}"
 
 
 @pytest.mark.parametrize("name", ["torch", "transformers"])
