@@ -65,6 +65,11 @@ def refused(owner: Manager, error: type[Exception], match: str | None = None) ->
     owner.check()
 
 
+def last_block_first(pool: BlockPool) -> None:
+    """Let a new pool hand out block N - 1 first, to which an index of -1 leads."""
+    pool.release(pool.allocate(pool.num_blocks)[::-1])
+
+
 def fails_after(calls: int, function: Callable, error: BaseException) -> Callable:
     """The function for that many calls, then the error."""
     left = calls

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory import BlockPool, SequenceTable
 
-from .manager import refused
+from .manager import last_block_first, refused
 
 FEW = st.integers(1, 2)
 ALL = st.just(99)
@@ -28,9 +28,12 @@ class ManagerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([4, 3, 8, 2, 5, 1]),
         max_seqs=st.sampled_from([8, 10, 5, 3]),
         max_blocks=st.integers(2, 8),
+        from_the_end=st.booleans(),
     )
-    def start(self, num_blocks, block_size, max_seqs, max_blocks):
+    def start(self, num_blocks, block_size, max_seqs, max_blocks, from_the_end):
         self.pool = BlockPool(num_blocks)
+        if from_the_end:
+            last_block_first(self.pool)
         self.table = SequenceTable(self.pool, block_size, max_seqs, max_blocks)
         self.stored = np.zeros((num_blocks, block_size), np.int64)
         self.numbers = itertools.count(1)

@@ -13,6 +13,7 @@ import pagedkv
 from pagedkv.errors import OutOfBlocksError
 
 from ..memory.groups.tables import Listener
+from ..memory.manager import last_block_first
 from ..memory.prefix.router import Router
 from ..stores.test_prefixes import FAULTS
 from ..support.sizes import assert_sizes_follow
@@ -21,7 +22,7 @@ from .twin import Twin
 
 EOS = 7
 # The windows of all layers of a model, and how many tokens stay behind them.
-WINDOWS = (((6, None), 0), ((3, None, 9), 0), ((5,), 0), ((None, 1, 4), 3), ((6, 2), 1))
+WINDOWS = (((6, None), 0), ((3, None, 9), 0), ((5,), 0), ((None, 1, 4), 3), ((6, 2), 1), ((3,), 0), ((3, 2), 1))
 
 
 class PlainMachine(RuleBasedStateMachine):
@@ -42,8 +43,9 @@ class PlainMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([4, 6, 3, 5, 1]),
         watermark=st.sampled_from([0, 0.1]),
         aging=st.sampled_from([2, 0, 10]),
+        from_the_end=st.booleans(),
     )
-    def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging):
+    def start(self, data, num_blocks, block_size, budget, max_num_seqs, watermark, aging, from_the_end):
         max_num_seqs = min(budget, max_num_seqs)
         self.layers, keep = data.draw(st.sampled_from(self.windows))
         self.told = Router() if self.layers == (None,) else Listener()
@@ -56,6 +58,8 @@ class PlainMachine(RuleBasedStateMachine):
             prefix_cache=self.prefix_cache,
             events=self.told if self.prefix_cache else None,
         )
+        if from_the_end:
+            last_block_first(self.cache.pool)
         self.scheduler = pagedkv.Scheduler(
             self.cache,
             max_num_batched_tokens=budget,

@@ -8,6 +8,7 @@ import pytest
 
 from pagedkv.memory import LRU
 
+from ..manager import last_block_first
 from .tables import Chosen, Listener, P, assert_sound, columns, evict, make, shortest, tables
 
 TEXT = [*range(100)]
@@ -213,9 +214,9 @@ def test_tokens_whose_digests_belong_to_others_are_not_stored_in_any_group():
 
 
 def test_tokens_that_are_not_stored_stay_in_their_own_blocks():
-    """Behind those in the last block of the pool, to which an index of -1 leads."""
+    """Behind those in the last block of the pool."""
     cache = make(None, 9, hash_of=lambda data: bytes(16))
-    cache.pool.release(cache.pool.allocate(100)[::-1])
+    last_block_first(cache.pool)
     seq = cache.add(TEXT[:8]).seq
     before = tables(cache, [seq]).tolist()
     cache.commit(seq)

@@ -22,7 +22,7 @@ from pagedkv.memory import LRU
 from pagedkv.memory.prefix.digests import blake2b_128
 
 from ...support.sizes import assert_sizes_follow
-from ..manager import refused
+from ..manager import last_block_first, refused
 from .tables import Chosen, Listener, assert_sound, tables
 
 WINDOWS = [
@@ -93,8 +93,8 @@ class GroupMachine(RuleBasedStateMachine):
         )
         if prefix_cache and eviction is Chosen:
             self.cache.pool._prefix_cache.eviction.first = (*range(0, num_blocks, 3),)
-        if from_the_end:  # so that the last block, to which an index of -1 leads, is in use
-            self.cache.pool.release(self.cache.pool.allocate(num_blocks)[::-1])
+        if from_the_end:
+            last_block_first(self.cache.pool)
         self.is_exact = prefix_cache and hash_of is blake2b_128
         self.keep = keep
         same_as = layers.get("same_as", {})

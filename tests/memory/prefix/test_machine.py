@@ -18,7 +18,7 @@ from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory.prefix.digests import blake2b_128
 
 from ...support.sizes import assert_sizes_follow
-from ..manager import refused
+from ..manager import last_block_first, refused
 from .router import Router
 from .twin import Twin
 
@@ -40,13 +40,16 @@ class PrefixMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 24),
         block_size=st.sampled_from([4, 3, 2, 1, 8]),
         max_seqs=st.sampled_from([6, 4, 9]),
+        from_the_end=st.booleans(),
     )
-    def start(self, data, num_blocks, block_size, max_seqs):
+    def start(self, data, num_blocks, block_size, max_seqs, from_the_end):
         hash_of = HASHES[data.draw(st.sampled_from(self.hashes))]
         self.router = Router()
         self.cache = pagedkv.PagedKVCache(
             *(2, num_blocks, block_size, 1, 8), max_seqs=max_seqs, hash_of=hash_of, events=self.router
         )
+        if from_the_end:
+            last_block_first(self.cache.pool)
         self.twin = Twin(num_blocks, block_size, hash_of)
         self.numbers, self.meaning = itertools.count(1), {}
         self.pins = []
