@@ -16,7 +16,7 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
 from .cache import make_kv_cache, make_swap_space, require_options
-from .models import num_ranks, require_positions, require_supported, text_config, uncompiled
+from .models import num_ranks, require_one_rotation, require_positions, require_supported, text_config, uncompiled
 from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import EngineRequest
 from .results import Sampled, last_logits, plan_results
@@ -105,7 +105,9 @@ class Engine:
     Raises
     ------
     TypeError, ValueError
-        An argument is not as described, paged attention cannot run the model, or the model counts positions itself.
+        An argument is not as described, paged attention cannot run the model, the model counts positions itself, or
+        its rotary frequencies depend on the longest request of a step (rope_type dynamic, or longrope beyond its
+        original_max_position_embeddings): `max_seq_len` keeps all below that.
     BackendUnavailableError
         There are no kernels for the model's device.
 
@@ -163,6 +165,7 @@ class Engine:
         block_size = as_int("block_size", block_size, minimum=1, maximum=context or MAX_INT32)
         most = context and context - context % block_size  # whole blocks, and no position beyond
         self.cache = make_kv_cache(model, num_blocks, block_size, **{"memory": memory, "max_seq_len": most} | options)
+        require_one_rotation(model, self.cache.max_seq_len, block_size)
         of_steps: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         self.scheduler = Scheduler(self.cache, **of_steps, swap=make_swap_space(model, self.cache, swap))
         self._model, self._tokenizer = model, tokenizer

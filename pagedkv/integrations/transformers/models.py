@@ -136,6 +136,62 @@ def require_positions(model: PreTrainedModel) -> None:
         )
 
 
+def rotary_switch(model: PreTrainedModel) -> int | None:
+    """How many tokens a sequence may have before transformers rotates its whole pass by other frequencies.
+
+    It takes those of the largest position for all sequences. None if frequencies never change.
+    """
+    config, model = text_config(model), uncompiled(model)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    switches: list[int] = [
+        x["original_max_position_embeddings"] if x["rope_type"] == "longrope" else config.max_position_embeddings
+        for x in (parameters, *parameters.values())
+        if isinstance(x, dict) and _may_change(x.get("rope_type"))
+    ]
+    switch = min(switches, default=None)
+    if switch is None or not any(_changes(module, 2 * switch) for module in model.modules()):
+        return None
+    return switch
+
+
+def _may_change(rope_type: str | None) -> bool:
+    return rope_type is not None and (rope_type == "longrope" or "dynamic" in rope_type)
+
+
+@torch.no_grad()
+def _changes(module: torch.nn.Module, position: int) -> bool:
+    """Whether a module rotates position 1 in another way if its pass has this position, too."""
+    kinds = getattr(module, "rope_type", None)
+    of_layers = kinds if isinstance(kinds, dict) else {None: kinds}
+    for layer_type in [x for x, kind in of_layers.items() if _may_change(kind)]:
+        which = {} if layer_type is None else {"layer_type": layer_type}
+        x = torch.zeros(1, device=next(module.buffers()).device)
+        alone, beside = (torch.tensor([ids], device=x.device) for ids in ([1], [1, position]))
+        # The last pass leaves the module as it was.
+        tables = [torch.stack(module(x, ids, **which))[:, :, 0] for ids in (alone, beside, alone)]
+        if not torch.equal(tables[0], tables[1]):
+            return True
+    return False
+
+
+def require_one_rotation(model: PreTrainedModel, max_seq_len: int, block_size: int) -> None:
+    """Raise unless sequences of at most so many tokens are rotated in the same way, whatever runs beside them.
+
+    Raises
+    ------
+    ValueError
+        One long sequence would change the frequencies of all.
+    """
+    switch = rotary_switch(model)
+    if switch is not None and max_seq_len > switch:
+        raise ValueError(
+            f"{type(model).__name__} rotates all requests of a step by other frequencies once one of them has more "
+            f"than {switch} tokens, and the engine has room for {max_seq_len}: pass "
+            f"max_seq_len={switch - switch % block_size}. For longer ones with rope_type longrope, load the model with "
+            "short_factor = long_factor in config.rope_parameters; model.generate with a PagedCache takes it as it is"
+        )
+
+
 def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     """Why paged attention cannot run a model; None if it can."""
     if model.config.is_encoder_decoder:

@@ -23,6 +23,7 @@ from .models import (
     kv_shape,
     require_causal,
     require_supported,
+    rotary_switch,
     text_config,
     uncompiled,
 )
@@ -111,7 +112,7 @@ def _before_forward(
     made, named = inputs.get("forward_pass"), _inputs_by_name(model, args, inputs)
     cache = _cache_of(named)
     if uses_pagedkv(model):
-        made = made or _pass_of_continuous_batching(inputs)
+        made = made or _pass_of_continuous_batching(model, inputs)
         if made is not None or cache is not None:
             require_causal(model, named)
         if made is None and cache is not None:
@@ -149,13 +150,19 @@ def _after_any_end(model: PreTrainedModel, args: tuple[Any, ...], outputs: Any) 
     running.begin(None, None)
 
 
-def _pass_of_continuous_batching(inputs: dict[str, Any]) -> ForwardPass | None:
+def _pass_of_continuous_batching(model: PreTrainedModel, inputs: dict[str, Any]) -> ForwardPass | None:
     """The pass of transformers' continuous batching, if that calls the model."""
     cache = inputs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None
     kept = vars(cache)  # stored in the cache itself, since a reference elsewhere would keep its memory alive
     if _PAGES not in kept:
+        if (switch := rotary_switch(model)) is not None:
+            warnings.warn(
+                f"transformers rotates all requests of {type(model).__name__} by other frequencies once one of a step "
+                f"has more than {switch} tokens, which changes what generate_batch says: keep all of them shorter",
+                stacklevel=2,
+            )
         kept[_PAGES] = [AllocatorPages.of(allocator) for allocator in cache.cache_allocators.values()]
     return PagedPass(kept[_PAGES], inputs)
 
