@@ -107,7 +107,12 @@ class CachedPass:
         """See `ForwardPass`."""
         require_layer(layer, range(len(self.cache.k_caches)))
         if layer in self._writing:
-            self.cache.write(layer, k, v, self._slots)
+            try:
+                self.cache.write(layer, k, v, self._slots)
+            except TypeError as error:
+                if torch.is_autocast_enabled(v.device.type):
+                    error.add_note(f"torch.autocast is on: make the cache with dtype={v.dtype}, or where it is on")
+                raise
         if self.rows is None:
             return self.cache.attend(layer, q, self.batch, **options)
         out = torch.zeros_like(q)

@@ -17,7 +17,7 @@ from ...cache import PagedKVCache
 from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
-from .models import kv_shape, kv_windows, num_ranks, require_supported, uncompiled
+from .models import dtype_of_values, kv_shape, kv_windows, num_ranks, require_supported, uncompiled
 from .running import LayerTurns
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def require_options(kind: type, options: Collection[str]) -> None:
 def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: int, **options: Any) -> PagedKVCache:
     """Make a PagedKVCache for a model; if ranks share the model, of as many blocks as each of them has room for."""
     num_layers, num_kv_heads, head_dim = kv_shape(model)
-    where = {"dtype": model.dtype, "array_module": torch, "device": model.device}
+    where = {"dtype": dtype_of_values(model), "array_module": torch, "device": model.device}
     options = where | kv_windows(model)._asdict() | options
     sizes: Any = num_layers, num_blocks, block_size, num_kv_heads, head_dim
     made = PagedKVCache(*sizes, **options)

@@ -113,6 +113,9 @@ class Engine:
 
     Notes
     -----
+    The prefix cache does not see a change of the model's weights: call ``cache.reset()`` then, while no request runs or
+    waits.
+
     Attention of a request does not depend on other requests, but the model's own layers may: torch's matrix products
     may round differently for another number of rows.
 

@@ -136,6 +136,12 @@ def require_positions(model: PreTrainedModel) -> None:
         )
 
 
+def dtype_of_values(model: PreTrainedModel) -> torch.dtype:
+    """The dtype in which the model's layers make values: that of its weights, or of torch.autocast where it is on."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
 def rotary_switch(model: PreTrainedModel) -> int | None:
     """How many tokens a sequence may have before transformers rotates its whole pass by other frequencies.
 

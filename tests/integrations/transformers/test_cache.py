@@ -291,6 +291,19 @@ def test_another_model_does_not_go_on_with_the_tokens_of_one(model, cache):
     assert torch.equal(said(other, IDS[:1], past_key_values=cache), first)
 
 
+def test_a_cache_made_under_autocast_has_its_dtype(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = PagedCache(model, num_blocks=64)
+        said(model, IDS, MASK, past_key_values=inside)
+        assert inside.kv.k_caches[0].dtype == torch.bfloat16
+        assert len(list(Engine(model, num_blocks=64).tokens(LONG, 2, ignore_eos=True))) == 2
+    outside = PagedCache(model, num_blocks=64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="v must have dtype") as caught:
+        said(model, IDS, MASK, past_key_values=outside)
+    [note] = caught.value.__notes__
+    assert note == "torch.autocast is on: make the cache with dtype=torch.bfloat16, or where it is on"
+
+
 def test_use_cache_false_is_refused(model, cache):
     with pytest.raises(
         ValueError, match="use_cache=False generate would write the whole text anew in each step: leave it out"

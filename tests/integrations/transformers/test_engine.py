@@ -167,6 +167,18 @@ def test_a_request_that_is_aborted_in_the_middle_of_its_prompt(model, expected):
     assert finish(engine)[0] == {other: expected[0]}
 
 
+def test_after_a_reset_nothing_of_earlier_weights_is_found():
+    model = make_model("Llama")
+    engine = engine_for(model)
+    list(engine.tokens(TEXTS[1], NEW))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.neg_()
+    expected = list(engine_for(model).tokens(TEXTS[1], NEW))
+    assert list(engine.tokens(TEXTS[1], NEW)) != expected
+    engine.cache.reset()
+    assert list(engine.tokens(TEXTS[1], NEW)) == expected
+
+
 def test_a_step_that_fails_can_be_made_again(model, expected, monkeypatch):
     engine = engine_for(model)
     request = engine.add(TEXTS[1], NEW)
