@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy.typing as npt
 
 from .arrays import between_graphs
 from .commit import Write
+from .commit import commit as store
 from .layouts import storage_dtype
-from .memory import starts
+from .memory import snapshots, starts
 from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.device.layer_caches import LayerCaches
+from .memory.device.state_arrays import StateArrays, bytes_of_state, specs_of
 from .memory.groups import LayerGroups
 from .memory.guard import consistent, exclusive
 from .memory.pool import BlockPool
@@ -26,7 +28,8 @@ from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
-from .memory.sizing import blocks_in, bytes_of_block
+from .memory.sizing import blocks_in, bytes_of_block, count_in
+from .memory.states import StateSlots
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
@@ -70,6 +73,13 @@ class PagedKVCache(Sequences):
     keep : int
         Tokens left of the windows that stay, for drafts that are rolled back after others were appended. `truncate` can
         always take back the last `append`.
+    states : dict of str to (shape, dtype), or None
+        What other layers keep of a sequence in place of K and V, such as a convolution window and a recurrent matrix:
+        the arrays of one sequence, for all layers together. Shapes are tuples, dtypes those that `dtype` takes. See
+        `read_states`.
+    state_memory : str, int, float or None
+        Memory for states, as `memory`; None for two states for each of max_seqs, but not more memory than K and V take.
+        Each sequence needs one, so that it may lower max_seqs; the others hold states that prompts can find.
     same_as : dict of int to int, or None
         Layers that read the K and V of an earlier layer, and which: they take no memory.
     group_size : int or None
@@ -98,6 +108,8 @@ class PagedKVCache(Sequences):
         The window and the layers of each group. With several, slots and block tables have an axis for groups in front.
     k_caches, v_caches : tuple of array
         K and V of each layer, shaped as the layout says, zero at first. Layers of different groups share arrays.
+    states : dict of str to array
+        The states of all slots, ``(num_states, *shape)`` each, zero at first; empty without `states`.
 
     Raises
     ------
@@ -178,6 +190,8 @@ class PagedKVCache(Sequences):
         max_seq_len: int | None = None,
         windows: int | list[int | None] | tuple[int | None, ...] | None = None,
         keep: int = 0,
+        states: Mapping[str, tuple[tuple[int, ...], Any]] | None = None,
+        state_memory: str | int | float | None = None,
         same_as: dict[int, int] | None = None,
         group_size: int | None = None,
         array_module: ModuleType | str = "numpy",
@@ -206,6 +220,15 @@ class PagedKVCache(Sequences):
             max_blocks = min(groups.longest(num_blocks, 1, keep) // block_size, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
+        specs, num_states = {} if states is None else specs_of(states), 0
+        if specs:
+            max_seqs, unit = as_int("max_seqs", max_seqs, minimum=1), bytes_of_state(specs)
+            num_states = min(2 * max_seqs, max(2, num_blocks * block_bytes // unit))
+            if state_memory is not None:
+                num_states = count_in("state_memory", state_memory, unit, "one state in all layers", arrays)
+            max_seqs = min(max_seqs, num_states)
+        elif state_memory is not None:
+            raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
         self._options: list[dict[str, Any]] = [{"layout": layout, "kv_dtype": kv_dtype} for _ in range(num_layers)]
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             for options, of_layer in zip(self._options, per_layer(name, scale, num_layers), strict=True):
@@ -217,11 +240,13 @@ class PagedKVCache(Sequences):
         sizes = num_blocks, block_size, num_kv_heads, head_dim
         self._layer_caches = LayerCaches(arrays, layout, sizes, groups, stored)
         self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
+        self._state_arrays = StateArrays(arrays, specs, num_states)
+        self.states = self._state_arrays.by_name
         found = None
         if prefix_cache:
             hooks: dict[str, Any] = {"eviction": eviction, "hash_of": hash_of, "listener": events}
             found = PrefixCache(num_blocks, block_size, groups, **hooks, medium="GPU" if arrays.on_device else "CPU")
-        tables: dict[str, Any] = {"prefix_cache": found, "groups": groups, "keep": keep}
+        tables: dict[str, Any] = {"prefix_cache": found, "groups": groups, "keep": keep, "num_states": num_states}
         super().__init__(BlockPool(num_blocks), block_size, max_seqs, max_blocks, **tables)
         self.prefix_cache, self._arrays = prefix_cache, arrays
         self._pins: dict[str, int] = {}
@@ -344,32 +369,162 @@ class PagedKVCache(Sequences):
         return slots
 
     @between_graphs
+    @consistent
+    def read_states(self, seqs: Any) -> dict[str, Any]:
+        """Copy the states of sequences out, for a pass over the tokens behind those that they stand for.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), in any order.
+
+        Returns
+        -------
+        dict of str to array
+            New arrays by the names in `states`, ``(num_seqs, *shape)`` each, of the cache's array module; zeros for a
+            sequence without a state, as one has that begins with no token found.
+
+        Raises
+        ------
+        ValueError
+            The cache has no states, or `write_states` was interrupted for one of the sequences: see `state_lens`.
+        KeyError
+            A sequence was freed, or never existed.
+
+        Examples
+        --------
+        A pass over the tokens behind the state; here it keeps the sum of all tokens:
+
+        >>> from pagedkv import PagedKVCache
+        >>> size = {"num_layers": 1, "num_blocks": 8, "block_size": 4, "num_kv_heads": 1, "head_dim": 8}
+        >>> cache = PagedKVCache(**size, states={"sum": ((1,), "float32")})
+        >>> seq, num_cached = cache.add([1, 2, 3, 4, 5, 6])
+        >>> states = cache.read_states([seq])
+        >>> states["sum"] += sum([1, 2, 3, 4, 5, 6][num_cached:])
+        >>> cache.write_states([seq], states)
+        >>> cache.commit([seq])
+        >>> slots = cache.append([seq], tokens=[7])
+        >>> cache.state_lens([seq]), cache.read_states([seq])["sum"]
+        (array([6]), array([[21.]], dtype=float32))
+        """
+        slots = self._with_states()
+        rows = self._rows.handles.find(seqs)
+        lost = slots.lens_of(rows) < 0
+        if np.count_nonzero(lost):
+            seq = self._rows.handles.of(rows[lost])[0]
+            raise ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
+        return self._state_arrays.read(slots.of_row[rows])
+
+    @between_graphs
     @exclusive
-    def commit(self, seqs: Any) -> None:
+    def write_states(self, seqs: Any, values: Any) -> None:
+        """Store the states of sequences after a pass: they stand for all tokens that these have now.
+
+        Sequences that shared a state no longer do, and no snapshot is overwritten that still has room. If an interrupt
+        or an error of the device stops the copying, the states of some of these sequences may be lost: `state_lens` is
+        -1 for them.
+
+        Parameters
+        ----------
+        seqs : handles
+            (num_seqs,), each named once.
+        values : mapping of str to array
+            By the names in `states`, ``(num_seqs, *shape)`` each in the order of `seqs`, of the cache's array module,
+            dtypes and device.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `values` are other states than the cache has; a sequence is named twice; the cache has no states.
+        KeyError
+            A sequence was freed, or never existed.
+        RuntimeError
+            The current stream of the device is being captured in a CUDA graph.
+        """
+        slots = self._with_states()
+        rows = self._rows.handles.find_distinct(seqs)
+        self._state_arrays.require(values, len(rows))
+        plan = slots.plan_write(rows, self._rows.lens[rows])
+        store(plan.begin)
+        self._state_arrays.write(plan.slots, values)
+        store(plan.end)
+
+    @consistent
+    def state_lens(self, seqs: Any) -> npt.NDArray[np.int64]:
+        """How many tokens the states of sequences stand for, (num_seqs,) int64.
+
+        0 for a sequence that has none yet, and -1 for one whose `write_states` was interrupted: `truncate` it.
+
+        Raises
+        ------
+        ValueError, KeyError
+            The cache has no states; a sequence was freed, or never existed.
+        """
+        slots = self._with_states()
+        return slots.lens_of(self._rows.handles.find(seqs))
+
+    @consistent
+    def lens_with_state(self, seq: int) -> npt.NDArray[np.int64]:
+        """The lengths to which `truncate` can take a sequence with states, ascending, (n,) int64.
+
+        They are 0, those for which it has a snapshot, and that of its state or more: tokens behind it are not computed.
+
+        Raises
+        ------
+        ValueError, KeyError
+            The cache has no states; the sequence was freed, or never existed.
+        """
+        self._with_states()
+        return snapshots.lens_with_state(self._rows, int(self._rows.handles.find(as_int("seq", seq, minimum=None))[0]))
+
+    @between_graphs
+    @exclusive
+    def commit(self, seqs: Any, *, lasting: Any = False) -> None:
         """Declare that the K and V of all tokens of these sequences are written in all layers.
 
         Their queries are computed, too, and none of the tokens is a draft: blocks that windows have passed come back.
         From now on new sequences find their full blocks, as far as the tokens are known by id. Where a block with the
         same tokens was committed before, these sequences share that one and release their own.
 
+        With states, sequences whose last block is full then leave a snapshot: the state from which a prompt goes on
+        that begins with all their tokens.
+
         Parameters
         ----------
         seqs : handles
             (num_seqs,), each named once.
+        lasting : bool, or (num_seqs,) bools
+            Whether the snapshots stay when the sequences leave their next ones; else only those do that a prompt has
+            found by then.
 
         Raises
         ------
         ValueError, KeyError
-            A sequence is named twice, or was freed.
+            A sequence is named twice, or was freed, or has a state that does not stand for all its tokens.
         """
         rows = self._rows.handles.find_distinct(seqs)
-        self.pool._commit(self._rows.plan_commit(rows))
+        if self._rows.states is None:
+            self.pool._commit(self._rows.plan_commit(rows))
+        else:
+            stay = np.broadcast_to(np.asarray(lasting, np.bool), rows.shape)
+            snapshots.require_written(self._rows, rows)
+            self.pool._commit(self._rows.plan_commit(rows))
+            store(snapshots.plan_snapshots(self._rows, rows, stay))
         self._release_passed(rows)  # another change: a block that the first one stores waits for its eviction then
 
     @consistent
     def find(self, tokens: Any, salt: str | bytes | None = None) -> int:
         """How many of these tokens `add` would find in the cache; nothing changes."""
         return starts.find(self._rows, known_prompt(tokens, salt)).num_tokens
+
+    @consistent
+    def find_blocks(self, tokens: Any, salt: str | bytes | None = None) -> int:
+        """How many of these tokens are in full blocks that can be found, at most all but the last.
+
+        With states, `find` may find fewer: it needs a snapshot, too. The blocks behind that are computed again.
+        """
+        hit = starts.find(self._rows, known_prompt(tokens, salt))
+        return hit.num_columns * self.block_size if self._rows.states is None else hit.num_matched
 
     @consistent
     def can_add(
@@ -555,7 +710,7 @@ class PagedKVCache(Sequences):
     @consistent
     def stats(self) -> Stats:
         """How the blocks are used, read at one instant."""
-        return Stats.of(self, self._layer_caches.block_bytes)
+        return Stats.of(self, self._layer_caches.block_bytes, self._state_arrays.slot_bytes)
 
     @consistent
     def plot(self, width: int = 64) -> str:
@@ -569,6 +724,12 @@ class PagedKVCache(Sequences):
     def asarray(self, x: npt.NDArray[Any]) -> Any:
         """Convert a NumPy array to the cache's framework and device; on the host without a copy."""
         return self._arrays.asarray(x)
+
+    def _with_states(self) -> StateSlots:
+        """The slots of states, or ValueError."""
+        if self._rows.states is None:
+            raise ValueError("this cache has no states: make one with states={name: (shape, dtype), ...}")
+        return self._rows.states
 
     def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
         """The caches of a layer, and the options that say how they are stored."""

@@ -13,6 +13,7 @@ from .prefix.digests import DIGEST
 from .prefix.hit import NO_HIT, Hit
 from .prefix.index import NO_BLOCK
 from .prefix.prompt import Prompt
+from .states import StateSlots
 
 _WORTH_A_COPY = 2  # copy a block if at least one token in this many is found
 
@@ -30,10 +31,14 @@ class Chains:
     max_seqs : int
         Rows of the table.
     groups : LayerGroups
+    states : StateSlots or None
+        Without a snapshot behind them, blocks are no hit then.
     """
 
-    def __init__(self, cache: PrefixCache, pool: BlockPool, max_seqs: int, groups: LayerGroups) -> None:
-        self.cache, self._pool, self._groups = cache, pool, groups
+    def __init__(
+        self, cache: PrefixCache, pool: BlockPool, max_seqs: int, groups: LayerGroups, states: StateSlots | None = None
+    ) -> None:
+        self.cache, self._pool, self._groups, self._states = cache, pool, groups, states
         self._num_groups, self._first_line = len(groups.groups), groups.leader * max_seqs
         self._group_starts = (np.arange(self._num_groups)[:, None] - groups.leader) * max_seqs
         self.num_known = np.zeros(max_seqs, np.int64)
@@ -47,6 +52,10 @@ class Chains:
         found, size = self.cache.find(prompt.tokens, prompt.root), self.cache.block_size
         if not len(found):
             return NO_HIT
+        if self._states is not None:  # the state behind a part of a block is nowhere
+            found = found[: (prompt.num_tokens - 1) // size]
+            with_state = self._states.longest(self._groups, self.cache.columns(found))
+            return with_state._replace(num_matched=len(found) * size)
         columns, num_columns, num_found = self.cache.columns(found), len(found), len(found) * size
         if num_found < prompt.num_tokens:
             block, num_more = self.cache.find_part(int(found[-1]), prompt.tokens[num_found:-1])
@@ -70,7 +79,8 @@ class Chains:
         """The longest beginning of a prompt in full blocks that is found, with all that finding it again takes."""
         assert prompt.tokens is not None
         found = self.cache.columns(self.cache.find(prompt.tokens, prompt.root))
-        hit, leader = Hit.longest(self._groups, found), self._groups.leader
+        leader, states = self._groups.leader, self._states
+        hit = Hit.longest(self._groups, found) if states is None else states.longest(self._groups, found)
         if not self._groups.leader_is_full and hit.num_columns:  # the chain from the root, though no query sees it
             columns, first = hit.columns.copy(), hit.first.copy()
             columns[leader], first[leader] = found[leader, : hit.num_columns], 0

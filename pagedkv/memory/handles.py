@@ -27,9 +27,12 @@ class Handles:
     ----------
     max_rows : int
         Rows of the table.
+    remedy : str
+        What to do when none is free, for messages.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, remedy: str = "") -> None:
+        self._remedy = remedy
         self._bits = max_rows.bit_length()
         self._row_mask = (1 << self._bits) - 1
         # A lookup clips rows that do not exist to the last entry. Neither its 0 nor the NO_HANDLE of free rows equals a
@@ -107,7 +110,9 @@ class Handles:
         """
         num_free = self.num_free
         if n > num_free:
-            raise CapacityError(f"{n} more sequences asked for, {num_free} of {len(self._free)} rows are free")
+            raise CapacityError(
+                f"{n} more sequences asked for, {num_free} of {len(self._free)} rows are free{self._remedy}"
+            )
         rest = num_free - n
         rows = self._free[rest:num_free][::-1].copy()
         handles = self._generations[rows] << self._bits | rows

@@ -16,6 +16,7 @@ from .handles import Handles
 from .ids import NO_BLOCKS, UNUSED, Int32Array, Int64Array, joined, must_hold, owned_spans, spans
 from .pool import BlockPool
 from .prefix.cache import PrefixCache
+from .states import StateSlots
 from .windows import Windows
 
 P = ParamSpec("P")
@@ -60,6 +61,8 @@ class SequenceRows:
     groups : LayerGroups
     keep : int
         Tokens left of the windows that stay.
+    num_states : int
+        Slots for states of sequences, 0 if they have none; else at least max_seqs.
 
     Attributes
     ----------
@@ -68,6 +71,8 @@ class SequenceRows:
     lens : (max_seqs,) int64
     windows : Windows or None
         None if no layer has a window.
+    states : StateSlots or None
+        None if sequences have no states.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class SequenceRows:
         prefix_cache: PrefixCache | None,
         groups: LayerGroups,
         keep: int,
+        num_states: int = 0,
     ) -> None:
         self.pool, self.block_size, self.max_blocks = pool, block_size, max_blocks
         self.num_groups = len(groups.groups)
@@ -86,14 +92,15 @@ class SequenceRows:
         num_columns = max(_MIN_COLUMNS, -(-_ENTRIES_PER_BLOCK * pool.num_blocks // num_lines))
         self.blocks = np.full((num_lines, min(max_blocks, num_columns)), UNUSED, np.int32)
         self.lens = np.zeros(max_seqs, np.int64)
-        self.handles = Handles(max_seqs)
+        self.handles = Handles(max_seqs, ": max_seqs and state_memory set the limit" if num_states == max_seqs else "")
         self.windows = Windows(groups, max_seqs, keep) if groups.has_windows else None
         self.groups, self.keep = groups, keep
         self._first_lines = np.arange(self.num_groups)[:, None] * max_seqs
+        self.states = StateSlots(num_states, max_seqs, block_size, prefix_cache) if num_states else None
         self.chains: Chains | None = None
         if prefix_cache is not None:  # otherwise another cache over the same pool may have set one
             pool._prefix_cache = prefix_cache
-            self.chains = Chains(prefix_cache, pool, max_seqs, groups)
+            self.chains = Chains(prefix_cache, pool, max_seqs, groups, self.states)
         self._last_step: list[LastStep | None] = [None]
 
     @property
@@ -347,6 +354,8 @@ class SequenceRows:
         ]
         if self.windows is not None:
             writes += self.windows.plan(lines, self.windows.first[other_lines])
+        if self.states is not None:
+            writes += self.states.plan_copy(rows, sources)
         return writes if self.chains is None else [*writes, *self.chains.plan_copy(rows, sources)]
 
     def plan_drop(self, rows: Int64Array, lens: Int64Array, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
@@ -363,12 +372,21 @@ class SequenceRows:
         ]
         if self.windows is not None:
             writes += self.windows.plan(lines, np.where(num_kept > 0, self.windows.first[lines], 0))
+        if self.states is not None:
+            writes += self.states.plan_shorten(rows, lens, self.ends(rows, lens))
         return writes if self.chains is None else [*writes, *self.chains.plan_shorten(rows, lens)]
 
     def plan_free(self, seqs: Any, forgotten: Int64Array = NO_BLOCKS) -> list[Write]:
         """End sequences, and make the blocks `forgotten` unfindable."""
         rows = self.handles.find_distinct(seqs)
-        return [*self.plan_drop(rows, np.zeros_like(rows), forgotten), *self.handles.plan_retire(rows)]
+        writes = [*self.plan_drop(rows, np.zeros_like(rows), forgotten), *self.handles.plan_retire(rows)]
+        return writes if self.states is None else [*writes, *self.states.plan_end(rows)]
+
+    def ends(self, rows: Int64Array, lens: Int64Array) -> Int64Array:
+        """The block of the leading group in which the first `lens` tokens of each row end, UNUSED if there is none."""
+        lines = self.lines_of(rows).reshape(self.num_groups, -1)[self.groups.leader]
+        columns = np.maximum(lens - 1, 0) // self.block_size
+        return np.where(lens > 0, self.entries.take(lines * self.blocks.shape[1] + columns), UNUSED).astype(np.int64)
 
     def plan_reset(self, seqs: Any) -> list[Write]:
         """End sequences, and make all blocks unfindable."""
@@ -401,5 +419,7 @@ class SequenceRows:
             last_step.check(self.pool, lens, table, self.block_size, self.chains)
         if self.windows is not None:
             self.windows.check(lens)
+        if self.states is not None:
+            self.states.check(lens, self.handles.live)
         if self.chains is not None:
             self.chains.check(lens, table)

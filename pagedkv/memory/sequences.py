@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import snapshots
 from .arguments import MAX_INT32, MAX_INT64, as_int, as_ints, per_seq
 from .groups import Group, LayerGroups
 from .guard import Guarded, consistent, exclusive
@@ -39,6 +40,8 @@ class Sequences(Guarded):
         Groups of layers, each with block tables of its own; None for one group without a window.
     keep : int
         Tokens left of the windows that stay.
+    num_states : int
+        Slots for states of sequences, 0 if they have none; else at least max_seqs.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Sequences(Guarded):
         prefix_cache: PrefixCache | None = None,
         groups: LayerGroups | None = None,
         keep: int = 0,
+        num_states: int = 0,
     ) -> None:
         if not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {type(pool).__name__}")
@@ -66,7 +70,8 @@ class Sequences(Guarded):
         self._guard = pool._guard
         self.layer_groups = LayerGroups.of(None, 1, block_size) if groups is None else groups
         self.keep = keep
-        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, prefix_cache, self.layer_groups, keep)
+        tables = prefix_cache, self.layer_groups, keep, num_states
+        self._rows = SequenceRows(pool, block_size, max_seqs, max_blocks, *tables)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -216,6 +221,8 @@ class Sequences(Guarded):
                     f"what lies before the window has been released, got {length[i]}: a cache made with keep=n goes "
                     "back n tokens more"
                 )
+        if self._rows.states is not None:
+            snapshots.require_lens(self._rows, rows, length)
         self.pool._commit(self._rows.plan_drop(rows, length))
 
     @exclusive

@@ -115,10 +115,15 @@ def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> in
     TypeError, ValueError
         `memory` is none of these, or less than one block.
     """
-    num_bytes = bytes_of("memory", memory, arrays)
-    if num_bytes < block_bytes:
-        raise ValueError(f"memory must be at least {block_bytes} bytes, one block in all layers, got {num_bytes}")
-    return num_bytes // block_bytes
+    return count_in("memory", memory, block_bytes, "one block in all layers", arrays)
+
+
+def count_in(name: str, memory: str | int | float, unit_bytes: int, unit: str, arrays: Arrays) -> int:
+    """How many units fit into an amount of memory, as `blocks_in` takes it: one at least."""
+    num_bytes = bytes_of(name, memory, arrays)
+    if num_bytes < unit_bytes:
+        raise ValueError(f"{name} must be at least {unit_bytes} bytes, {unit}, got {num_bytes}")
+    return num_bytes // unit_bytes
 
 
 def bytes_of(name: str, memory: str | int | float, arrays: Arrays) -> int:

@@ -65,6 +65,8 @@ def plan_add(
             found = hit.num_columns * rows.block_size
             writes += chains.cache.plan_tokens(by_group[rows.groups.leader], tokens[found:num_tokens])
             writes += chains.cache.plan_count(prompt.num_tokens, hit.num_tokens, preempted=preempted)
+            if rows.states is not None and not preempted:
+                writes += rows.states.plan_count(hit.num_matched - hit.num_tokens)
         num_known = 0 if tokens is None else num_tokens
         writes += chains.plan_start(int(row), num_known, hit, prompt)
     return StartPlan(seq, hit.num_tokens, pairs(hit.copied, by_group[: len(hit.copied), :1].reshape(-1)), writes)
@@ -77,9 +79,10 @@ def plan_pin(rows: SequenceRows, prompt: Prompt) -> tuple[int, int, list[Write]]
         raise ValueError("a pin keeps what can be found, and a cache with prefix_cache=False finds nothing")
     hit = rows.chains.full_blocks(prompt)
     if not hit.num_columns:
+        behind = "" if rows.states is None else ", with a snapshot of the state behind it"
         raise ValueError(
-            f"tokens must begin with a full block of {rows.block_size} that can be found: commit a sequence with "
-            f"them first, got {len(prompt.tokens)} tokens"
+            f"tokens must begin with a full block of {rows.block_size} that can be found{behind}: commit a sequence "
+            f"with them first, got {len(prompt.tokens)} tokens"
         )
     writes += rows.pool._plan(gained=hit.blocks, num_seqs=1)[1]
     writes += _plan_row(rows, int(row), hit.num_tokens, hit, NO_BLOCKS.reshape(rows.num_groups, 0))
@@ -113,4 +116,6 @@ def _plan_row(rows: SequenceRows, row: int, length: int, hit: Hit, new_blocks: I
     writes = [*grown, (rows.lens, row, length), (table.reshape(-1), entries, blocks)]
     if rows.windows is not None and hit.num_columns:
         writes += rows.windows.plan(rows.lines_of(np.array([row])), hit.first)
+    if rows.states is not None and hit.num_columns:
+        writes += rows.states.plan_start(row, hit.columns[rows.groups.leader, -1:])
     return writes

@@ -40,6 +40,12 @@ class Stats:
         The same for requests that a Scheduler started again after a preemption, which mostly find their own tokens.
     num_bytes, used_bytes : int
         Bytes of all blocks, and of the used ones; where groups differ in size, with the room that some leave unused.
+    num_states, used_states, cached_states : int
+        Slots for states, those that sequences have, and those of other snapshots, which can be found.
+    state_bytes : int
+        Bytes of all states.
+    tokens_without_state : int
+        Of `queried_tokens` those whose blocks were found, while no snapshot was: they are computed again.
     """
 
     num_blocks: int
@@ -57,13 +63,27 @@ class Stats:
     preempted_hit_tokens: int
     num_bytes: int
     used_bytes: int
+    num_states: int = 0
+    used_states: int = 0
+    cached_states: int = 0
+    state_bytes: int = 0
+    tokens_without_state: int = 0
 
     @classmethod
-    def of(cls, sequences: Sequences, block_bytes: int) -> Stats:
-        """Collect the statistics of sequences and their pool; a block has `block_bytes` bytes."""
+    def of(cls, sequences: Sequences, block_bytes: int, slot_bytes: int = 0) -> Stats:
+        """Collect the statistics of sequences and their pool; a block has `block_bytes` bytes, a state `slot_bytes`."""
         pool, found = sequences.pool, sequences.pool._prefix_cache
         queried, hit = ([0, 0], [0, 0]) if found is None else (found.num_queried.tolist(), found.num_hit.tolist())
-        used = pool.num_blocks - pool.num_free
+        used, states = pool.num_blocks - pool.num_free, sequences._rows.states
+        of_states = {}
+        if states is not None:
+            of_states = {
+                "num_states": states.num_slots,
+                "used_states": states.num_used,
+                "cached_states": states.num_cached,
+                "state_bytes": states.num_slots * slot_bytes,
+                "tokens_without_state": int(states.num_without_state[0]),
+            }
         return cls(
             num_blocks=pool.num_blocks,
             used=used,
@@ -80,6 +100,7 @@ class Stats:
             preempted_hit_tokens=hit[1],
             num_bytes=pool.num_blocks * block_bytes,
             used_bytes=used * block_bytes,
+            **of_states,
         )
 
     def to_html(self) -> str:

@@ -68,6 +68,7 @@ class TorchModule(ModuleType):
     """
 
     float32 = "float32"
+    inference_mode = staticmethod(contextlib.nullcontext)
     int32 = "int32"
 
     def __init__(self):

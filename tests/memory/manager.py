@@ -18,15 +18,17 @@ from pagedkv.memory.prefix.holders import Holders
 from pagedkv.memory.prefix.index import HashIndex
 from pagedkv.memory.prefix.outbox import Outbox
 from pagedkv.memory.rows import SequenceRows
+from pagedkv.memory.states import StateSlots
 from pagedkv.memory.windows import Windows
 
 Manager = BlockPool | SequenceTable | PagedKVCache
 
 
 PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU, Outbox, Holders, Windows)
+PARTS += (StateSlots,)
 NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
-NO_STATE |= {"groups", "_groups", "layer_groups", "_same_as"}
-NO_STATE |= {"_layer_caches"}  # what k_caches and v_caches are views of
+NO_STATE |= {"groups", "_groups", "layer_groups", "_same_as", "_remedy"}
+NO_STATE |= {"_layer_caches", "_state_arrays"}  # what k_caches and v_caches are views of, and states
 NO_STATE |= {"_known", "_last_step", "_num_changes"}  # what follows from other state, and how often that has changed
 
 
@@ -45,6 +47,8 @@ def state(owner: Any) -> dict[str, bytes]:
                 look(f"{prefix}{name}.", value)
             elif isinstance(value, tuple) and name not in NO_STATE:
                 found[prefix + name] = b"".join(np.asarray(array).tobytes() for array in value)
+            elif name == "states" and isinstance(value, dict):
+                found[prefix + name] = b"".join(np.asarray(array).tobytes() for array in value.values())
             elif isinstance(value, (list, dict)) and name not in NO_STATE:
                 found[prefix + name] = repr(value).encode()
             else:

@@ -64,7 +64,8 @@ class Arrays:
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Make an array of zeros."""
         if self._is_torch:
-            return self._module.zeros(shape, dtype=getattr(self._module, dtype.name), device=self._device)
+            with self._module.inference_mode(False):  # tensors made in it could not be written in place outside of it
+                return self._module.zeros(shape, dtype=getattr(self._module, dtype.name), device=self._device)
         with self._device:
             return self._module.zeros(shape, dtype=dtype)
 

@@ -134,6 +134,10 @@ class PrefixCache:
         """Which blocks can be found, (n,) bool."""
         return self._serials.take(blocks) != 0
 
+    def serials(self, blocks: Int64Array) -> Int64Array:
+        """The numbers of the contents of blocks, (n,) int64; 0 for those that cannot be found."""
+        return self._serials.take(blocks)
+
     def descendants(self, blocks: Int64Array) -> Int64Array:
         """The other blocks that can only be found behind some of these, or with them, in O(N log N); (n,) int64."""
         leaders = blocks if self._holders is None else blocks[self._holders.are_leaders(blocks)]
@@ -474,6 +478,20 @@ class PrefixCache:
             np.array_equal(np.sort(columns[columns != NO_BLOCK]), others),
             "a block waits to be found that no block of the leading group leads to",
         )
+
+    def check_ends(self, blocks: Int64Array, counts: Int64Array) -> None:
+        """Raise AssertionError unless each of these blocks leads, and is as far from the first one as `counts` says."""
+        must_hold(self._holders is None or self._holders.are_leaders(blocks).all(), "a snapshot is of another group")
+        if not self._groups.leader_is_full:
+            return  # the way to a block may have gaps
+        leaders = self._leaders()
+        above = dict(zip(self._serials[leaders].tolist(), self._parents[leaders].tolist(), strict=True))
+        for block, count in zip(blocks.tolist(), counts.tolist(), strict=True):
+            serial = int(self._serials[block])
+            for _ in range(count):
+                must_hold(serial > 0, "a snapshot stands for more tokens than its block")
+                serial = above[serial]
+            must_hold(serial < 0, "a snapshot stands for fewer tokens than its block")
 
     def follows(self, columns: Int64Array, root: bytes) -> bool:
         """Whether the first columns of a sequence can be found one behind another, and all groups have the same tokens.

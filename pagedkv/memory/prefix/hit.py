@@ -28,6 +28,8 @@ class Hit(NamedTuple):
         All blocks of `columns`.
     copied : (num_groups,) int64
         The block behind them that holds the rest of the tokens and is copied, if there are more; else empty.
+    num_matched : int
+        With states: how many tokens are in blocks that are found, though no snapshot may be behind them.
     """
 
     num_tokens: int
@@ -36,6 +38,7 @@ class Hit(NamedTuple):
     first: Int64Array
     blocks: Int64Array
     copied: Int64Array
+    num_matched: int = 0
 
     @classmethod
     def of(cls, groups: LayerGroups, found: Int64Array, num_tokens: int, copied: Int64Array) -> Hit | None:

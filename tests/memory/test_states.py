@@ -1,0 +1,235 @@
+"""States of sequences: who shares a slot, when a state goes to another one, where a sequence goes back to, refusals."""
+
+import numpy as np
+import pytest
+
+from pagedkv import PagedKVCache, commit
+from pagedkv.errors import CapacityError
+from pagedkv.memory.device.state_arrays import StateArrays
+from pagedkv.stores import HostStore, StoredPrefixes, SwapSpace
+
+from .manager import fails_after, refused
+from .texts import P, Texts, advanced, make_cache, slots_held, texts_of
+
+SIZE = {"num_layers": 1, "num_blocks": 8, "block_size": 4, "num_kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_states_are_copied_in_and_out_as_they_are(module, dtype):
+    xp = pytest.importorskip(module)
+    cache = PagedKVCache(**SIZE, states={"conv": ((2, 3), dtype), "count": ((), "float32")}, array_module=module)
+    assert [array.shape[1:] for array in cache.states.values()] == [(2, 3), ()]
+    a, b = (cache.add(n).seq for n in (5, 2))
+    states = cache.read_states([a, b])
+    assert not states["conv"].any()
+    for name, state in states.items():
+        values = np.arange(1, 1 + np.prod(state.shape), dtype=np.float32).reshape(state.shape)
+        states[name] = values.astype(state.dtype) if xp is np else xp.tensor(values, dtype=state.dtype)
+    cache.write_states([a, b], states)
+    assert cache.state_lens([b, a]).tolist() == [2, 5]
+    back = cache.read_states([b, a])
+    assert all((back[name] == states[name][[1, 0]]).all() for name in states)
+    back["conv"][...] = 0  # a copy
+    assert (cache.read_states([a])["conv"] == states["conv"][:1]).all()
+    assert cache.stats().state_bytes == sum(array.nbytes for array in cache.states.values())
+
+
+def test_tensors_that_require_gradients_leave_no_graph_behind():
+    torch = pytest.importorskip("torch")
+    with torch.inference_mode():
+        cache = PagedKVCache(**SIZE, states={"x": ((2,), "float32")}, array_module="torch")
+    seq = cache.add(3).seq
+    cache.write_states([seq], {"x": torch.ones((1, 2), requires_grad=True)})
+    assert not cache.states["x"].requires_grad
+    assert cache.read_states([seq])["x"].tolist() == [[1, 1]]
+
+
+def test_a_fork_shares_the_state_until_one_of_both_goes_on():
+    texts = Texts(make_cache(3, max_seqs=3))
+    seq, _ = texts.start([1, 2, 3])
+    texts.compute((seq, [1, 2, 3]))
+    forks = [texts.fork(seq), texts.fork(seq)]
+    assert texts.cache.stats().used_states == 1
+    texts.compute((forks[0], [4]))
+    assert texts.cache.stats().used_states == 2
+    texts.check()
+    texts.compute((seq, [5]), (forks[1], [6]))  # the last one that has the slot needs no other
+    assert texts.cache.stats().used_states == 3
+    texts.check()
+    texts.cache.reorder([seq, *forks], [2, 2, 1])
+    assert texts.cache.stats().used_states == 2
+    reordered = [[1, 2, 3, 6], [1, 2, 3, 6], [1, 2, 3, 4]]
+    assert texts_of(texts.cache.read_states([seq, *forks])) == reordered
+
+
+def test_a_fork_has_room_for_its_state_at_once():
+    texts = Texts(make_cache(2))
+    seq, _ = texts.start([1])
+    texts.compute((seq, [1]))
+    with refused(texts.cache, CapacityError, "^2 more sequences asked for, 1 of 2 rows .* state_memory set the limit$"):
+        texts.cache.fork(seq, 2)
+    other = texts.fork(seq)
+    texts.compute((seq, [2]), (other, [3]))
+    texts.check()
+
+
+def test_states_must_be_written_before_a_commit():
+    cache = make_cache()
+    done, late = cache.add([1, 2, 3]).seq, cache.add([1, 2, 3, 4, 5]).seq
+    cache.write_states([done], advanced(cache.read_states([done]), [[1, 2, 3]]))
+    message = f"^seqs must have states that stand for all their tokens, but that of sequence {late} stands for 0 of 5: "
+    with refused(cache, ValueError, message):
+        cache.commit([done, late])
+    cache.append([done], tokens=[4])
+    with refused(cache, ValueError, f"but that of sequence {done} stands for 3 of 4: call write_states after the pass"):
+        cache.commit([done])
+
+
+def test_tokens_that_were_never_computed_can_be_taken_back():
+    texts = Texts(make_cache())
+    seq, _ = texts.prompt(range(1, 8), 7)
+    texts.cache.append([seq], 5, [*range(8, 13)])
+    texts.cache.truncate(seq, 9)
+    assert texts.cache.lens_with_state(seq).tolist() == [0, 4, 7, 8, 9]
+    texts.truncate(seq, 7)
+    texts.check()
+
+
+def test_a_sequence_goes_back_to_a_snapshot_of_its_own_text_alone():
+    texts = Texts(make_cache())
+    other, _ = texts.prompt([9, *range(2, 15)])
+    seq, _ = texts.prompt(range(1, 15), 4)
+    assert texts.cache.lens_with_state(seq).tolist() == [0, 4, 12, 14]
+    for length, nearest in ((13, "12 and 14"), (8, "4 and 12"), (2, "0 and 4")):
+        message = f"^length must be one for which sequence {seq} has a state, got {length}: the nearest are {nearest}$"
+        with refused(texts.cache, ValueError, message):
+            texts.cache.truncate([other, seq], [14, length])
+    texts.truncate(seq, 12)
+    texts.compute((seq, [77]))
+    texts.truncate(seq, 0)
+    texts.check()
+    assert texts.cache.state_lens([seq, other]).tolist() == [0, 14]
+
+
+@pytest.mark.parametrize("num_states", [2, 3])
+def test_an_interrupted_write_shows(monkeypatch, num_states):
+    """The state is lost only if it was overwritten in place, and the snapshot before it is still there."""
+    texts = Texts(make_cache(num_states, max_seqs=2))
+    seq, _ = texts.prompt(range(1, 7))
+    cache, states = texts.cache, texts.cache.read_states([seq])
+    cache.append([seq], tokens=[7])
+    with monkeypatch.context() as patch:
+        patch.setattr(StateArrays, "write", fails_after(0, StateArrays.write, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            cache.write_states([seq], advanced(states, [[7]]))
+    cache.check()
+    assert cache.state_lens([seq]).tolist() == [-1]
+    assert cache.lens_with_state(seq).tolist() == [0, 4, 7]
+    with refused(cache, ValueError, f"the state of sequence {seq} is lost, since write_states was interrupted"):
+        cache.read_states([seq])
+    with refused(cache, ValueError, "is lost, .*: truncate it to 4, and compute"):
+        cache.commit([seq])
+    texts.truncate(seq, 4)
+    texts.compute((seq, [5, 6, 7]))
+
+
+WRONG_VALUES = {
+    "no mapping": (lambda v: [*v.values()], TypeError, "^values must be a mapping from the names .*, got list$"),
+    "a name is missing": (lambda v: {"tokens": v["tokens"]}, ValueError, "must have the states tokens, count, got tok"),
+    "shape": (lambda v: v | {"count": v["count"][:, 0]}, ValueError, r"shape \(num_seqs, ...\) = \(1, 1\), got \(1,\)"),
+    "dtype": (lambda v: v | {"count": v["count"].astype(float)}, TypeError, "must have dtype float32, got float64"),
+    "kind": (lambda v: v | {"count": [[1.0]]}, TypeError, r"^values\['count'\] must be a ndarray, got list$"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_VALUES.values(), ids=WRONG_VALUES)
+def test_other_values_are_refused(change, error, message):
+    cache = make_cache()
+    seq = cache.add(3).seq
+    values = change(cache.read_states([seq]))
+    with refused(cache, error, message):
+        cache.write_states([seq], values)
+
+
+WRONG_STATES = {
+    "no dict": (
+        [("x", (1,), "float32")],
+        TypeError,
+        r"^states must be a dict from names to \(shape, dtype\), .* list$",
+    ),
+    "none": ({}, ValueError, "^states must be a dict .*, got none$"),
+    "no dtype": ({"x": (1,)}, TypeError, r"^states must be a dict .*, got 'x': \(1,\)$"),
+    "no shape": ({"x": (3, "float32")}, TypeError, r"got 'x': \(3, 'float32'\)$"),
+    "dtype": ({"x": ((1,), "int32")}, TypeError, "^dtype must be float32, float16 or bfloat16, got 'int32'$"),
+    "size": ({"x": ((0,), "float32")}, ValueError, r"^states\['x'\] must be at least 1, got 0$"),
+}
+
+
+@pytest.mark.parametrize(("states", "error", "message"), WRONG_STATES.values(), ids=WRONG_STATES)
+def test_states_must_have_names_shapes_and_dtypes(states, error, message):
+    with pytest.raises(error, match=message):
+        PagedKVCache(**SIZE, states=states)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_states", "max_seqs"),
+    [
+        ({}, 4, 2),
+        ({"num_blocks": 2}, 2, 2),  # as much as K and V, but two at least
+        ({"num_blocks": 12}, 3, 2),
+        ({"max_seqs": 1}, 2, 1),
+        ({"state_memory": "1KiB"}, 1, 1),
+        ({"state_memory": 7 * 1024}, 7, 2),
+    ],
+)
+def test_how_many_states_there_are(options, num_states, max_seqs):
+    cache = PagedKVCache(**(SIZE | {"num_blocks": 99, "max_seqs": 2, "states": {"x": ((256,), "float32")}} | options))
+    assert (cache.stats().num_states, cache.max_seqs) == (num_states, max_seqs)
+    assert cache.stats().state_bytes == num_states * 1024
+
+
+def test_memory_for_states_is_refused_where_it_is_for_none():
+    with pytest.raises(ValueError, match=r"^state_memory is for states, which must say what they are then, got 7$"):
+        PagedKVCache(**SIZE, state_memory=7)
+    with pytest.raises(ValueError, match=r"^state_memory must be at least 8 bytes, one state in all layers, got 7$"):
+        PagedKVCache(**SIZE, states={"x": ((2,), "float32")}, state_memory=7)
+    with pytest.raises(ValueError, match=r"^this cache has no states: make one with states="):
+        PagedKVCache(**SIZE).read_states([])
+
+
+def test_more_states_than_memory_are_refused():
+    with pytest.raises(
+        MemoryError, match=r"^state_memory must fit into the .* bytes of memory that are free, got 1,024 "
+    ):
+        PagedKVCache(**SIZE, states={"x": ((2**40,), "float32")}, state_memory="4096TiB")
+
+
+def test_stores_take_no_states_yet():
+    cache, store = make_cache(), HostStore(2**16, 2**12)
+    for make in (SwapSpace, lambda *args: StoredPrefixes(*args, model="m")):  # SavedSequences takes these
+        with pytest.raises(ValueError, match=r"^cache must have no states of sequences, which stores do not take yet$"):
+            make(cache, store)
+
+
+def test_stores_of_states_need_no_memory(monkeypatch):
+    """They have the forms for which NumPy neither converts nor allocates: see `commit.Write`."""
+
+    def checked(array, index, value):
+        if isinstance(array, np.ndarray) and type(index) is not int:
+            assert (index.dtype, value.dtype) == (np.int64, array.dtype)
+            assert index.shape == value.shape == (len(index),)
+            assert value.flags.c_contiguous
+        elif isinstance(array, np.ndarray):
+            assert (array.dtype, type(value)) == (np.int64, int)
+        array[index] = value
+
+    monkeypatch.setattr(commit, "setitem", checked)
+    texts = Texts(make_cache(3))
+    seq, _ = texts.prompt(range(1, 10))
+    other = texts.fork(seq)
+    texts.cache.reorder([seq, other], [1, 1])
+    texts.truncate(seq, 2 * P)
+    texts.free(seq)
+    assert texts.prompt(range(1, 10))[1] == 8
+    assert slots_held(texts.cache) == 3

@@ -1,0 +1,108 @@
+"""Sequences whose state is the list of all their tokens, so that a wrong state cannot hide."""
+
+import numpy as np
+
+from pagedkv import PagedKVCache
+
+P, ROOM = 4, 64
+SLOT_BYTES = 4 * (ROOM + 1)
+
+
+def make_cache(num_states=100, *, num_blocks=200, max_seqs=100, **options):
+    """A cache in blocks of 4 tokens, with so many states."""
+    options = {"states": {"tokens": ((ROOM,), "float32"), "count": ((1,), "float32")}} | options
+    return PagedKVCache(1, num_blocks, P, 1, 8, max_seqs=max_seqs, state_memory=num_states * SLOT_BYTES, **options)
+
+
+def advanced(states, new):
+    """The states behind more tokens of each sequence: what a model computes in a pass."""
+    for row, tokens in enumerate(new):
+        start = int(states["count"][row, 0])
+        for i, token in enumerate(tokens):
+            assert states["tokens"][row, start + i] == 0
+            states["tokens"][row, start + i] = token
+        states["count"][row, 0] = start + len(tokens)
+    return states
+
+
+def texts_of(states):
+    """The tokens that states stand for."""
+    counts = np.asarray(states["count"])[:, 0].astype(int).tolist()
+    rows = np.asarray(states["tokens"])
+    assert all(not rows[i, n:].any() for i, n in enumerate(counts))
+    return [rows[i, :n].astype(int).tolist() for i, n in enumerate(counts)]
+
+
+def snapshots(cache):
+    """How many tokens each snapshot stands for, ascending."""
+    slots = cache._rows.states
+    return sorted(slots.lens[slots.are_snapshots].tolist())
+
+
+def slots_held(cache):
+    """How many state slots are in use or have a snapshot."""
+    stats = cache.stats()
+    return stats.used_states + stats.cached_states
+
+
+class Texts:
+    """The sequences of a cache, with all their tokens."""
+
+    def __init__(self, cache):
+        self.cache, self.tokens, self.num_computed = cache, {}, 0
+
+    def start(self, tokens, salt=None):
+        """Start a sequence with what is found of a prompt: its handle, and how many tokens that is."""
+        seq, num_cached = self.cache.add_found(tokens, salt)
+        self.tokens[seq] = list(tokens[:num_cached])
+        return seq, num_cached
+
+    def compute(self, *new, lasting=False):
+        """A pass over (sequence, tokens) pairs."""
+        cache, seqs, tokens = self.cache, [seq for seq, _ in new], [list(more) for _, more in new]
+        states = cache.read_states(seqs)
+        assert texts_of(states) == [self.tokens[seq] for seq in seqs]
+        cache.append(seqs, [*map(len, tokens)], [token for more in tokens for token in more])
+        cache.write_states(seqs, advanced(states, tokens))
+        cache.commit(seqs, lasting=lasting)
+        for seq, more in zip(seqs, tokens, strict=True):
+            self.tokens[seq] = self.tokens[seq] + more
+            self.num_computed += len(more)
+        cache.check()
+
+    def prompt(self, tokens, *stops, salt=None):
+        """Start a prompt and compute it in chunks that end at the stops, and at its last full block: handle, hit."""
+        seq, hit = self.start(tokens, salt)
+        last = (len(tokens) - 1) // P * P
+        for stop in sorted({*stops, last, len(tokens)}):
+            if stop > len(self.tokens[seq]):
+                self.compute((seq, tokens[len(self.tokens[seq]) : stop]), lasting=stop < len(tokens))
+        return seq, hit
+
+    def decode(self, seq, tokens):
+        """Compute tokens one by one."""
+        for token in tokens:
+            self.compute((seq, [token]))
+
+    def fork(self, seq):
+        """Another sequence like one."""
+        [other] = self.cache.fork(seq)
+        self.tokens[other] = self.tokens[seq]
+        return other
+
+    def truncate(self, seq, length):
+        """Cut a sequence down."""
+        self.cache.truncate(seq, length)
+        self.tokens[seq] = self.tokens[seq][:length]
+
+    def free(self, *seqs):
+        """End sequences."""
+        self.cache.free([*seqs])
+        for seq in seqs:
+            del self.tokens[seq]
+
+    def check(self):
+        """Every sequence has the state of its text."""
+        self.cache.check()
+        seqs = [*self.tokens]
+        assert texts_of(self.cache.read_states(seqs)) == [self.tokens[seq] for seq in seqs]
