@@ -27,6 +27,8 @@ class Admission:
         Blocks that a start leaves free while others run.
     swapping : Swapping or None
         Where K and V of preempted requests may wait.
+    snapshot_every : int or None
+        Tokens between snapshots of the state of a prompt.
 
     Attributes
     ----------
@@ -45,12 +47,13 @@ class Admission:
         max_num_seqs: int,
         watermark: int,
         swapping: Swapping | None,
+        snapshot_every: int | None,
     ) -> None:
         self._cache, self._running, self._waiting, self._swapping = cache, running, waiting, swapping
         self.budget, self._max_num_seqs, self._watermark = budget, max_num_seqs, watermark
         self._longest = cache.layer_groups.longest(cache.pool.num_blocks, budget, cache.keep)
         self.max_request_len = min(cache.max_seq_len, self._longest)
-        self._last = [NO_HANDLE]
+        self._last, self._snapshot_every = [NO_HANDLE], snapshot_every
         self.num_preempted = 0
 
     @property
@@ -70,7 +73,7 @@ class Admission:
 
     def counts(self) -> Int64Array:
         """How many tokens of each running request go into a step: one of each, then more in their order."""
-        more = self._running.num_uncomputed - 1
+        more = self._running.num_ready - 1
         before = np.cumsum(more) - more
         return 1 + np.minimum(np.maximum(self.budget - len(more) - before, 0), more)
 
@@ -89,15 +92,16 @@ class Admission:
         """Start requests while there is room in the step and in the cache."""
         running, waiting, budget = self._running, self._waiting, self.budget
         growth, keep, lanes = self._cache.layer_groups.growth, self._cache.keep, running.lanes
-        num_uncomputed = int(running.num_uncomputed.sum())
+        num_ready = int(running.num_ready.sum())
         # Blocks that running requests still need for the tokens they have.
         reserved = growth(running.num_computed[lanes], running.lens[lanes], budget, keep)
-        while len(running) < self._max_num_seqs and num_uncomputed < budget:
+        while len(running) < self._max_num_seqs and num_ready < budget:
             request = waiting.first()
             if request is None or self._is_being_computed(request):
                 return
             running.widen(len(request.tokens))  # which may raise, and then no sequence has started
             reserve = reserved + (self._watermark if len(running) else 0)
+            num_matched = 0 if running.next_stops is None else self._cache.find_blocks(request.tokens, request.salt)
             try:
                 preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
@@ -111,7 +115,10 @@ class Admission:
                     f"other sequences of the cache, or abort the request",
                 )
                 raise
-            running.start(request, seq, num_cached)
+            stops: list[int] = []
+            if running.next_stops is not None:
+                stops = request.stops(num_cached, num_matched, self._cache.block_size, self._snapshot_every)
+            running.start(request, seq, num_cached, stops)
             waiting.remove(request)
             if request.num_cached is None:  # after a preemption it would find its own tokens
                 request.num_cached = num_cached
@@ -122,7 +129,7 @@ class Admission:
                     num_cached = int(self._cache.seq_lens(seq)[0])
                     running.num_computed[request.lane] = num_cached
             num_tokens = len(request.tokens)
-            num_uncomputed += num_tokens - num_cached
+            num_ready += min([num_tokens, *stops[:1]]) - num_cached
             reserved += growth(num_cached, num_tokens, budget, keep)
 
     def stop(self, request: Request) -> None:
@@ -141,7 +148,11 @@ class Admission:
         self.num_preempted += 1
 
     def _is_being_computed(self, request: Request) -> bool:
-        """Whether a running request is computing blocks that this one will find if it waits for them."""
+        """Whether a running request is computing what this one will find if it waits.
+
+        Those are blocks; with states a snapshot, too, or blocks that show where both requests part, so that this one
+        stops there and leaves a snapshot for those behind it.
+        """
         running, size = self._running, self._cache.block_size
         num_tokens = len(request.tokens) - 1  # the last one is computed in any case
         if not self._cache.prefix_cache or num_tokens < size:
@@ -156,7 +167,18 @@ class Admission:
         differs = running.tokens[lanes, :most] != request.tokens[:most]
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), most)
         shared = np.minimum(common, running.lens[lanes]) // size * size
-        return bool((running.num_computed[lanes] < shared).any())
+        behind = running.num_computed[lanes] < shared
+        if running.next_stops is None or not behind.any():
+            return bool(behind.any())
+        num_found = self._cache.find(request.tokens, request.salt)
+        if (shared > self._cache.find_blocks(request.tokens, request.salt))[behind].any():
+            return True
+        lanes, shared = lanes[behind], shared[behind]
+        return any(
+            max(num_found, running.num_computed[lane]) < stop <= n
+            for lane, n in zip(lanes.tolist(), shared.tolist(), strict=True)
+            for stop in running.stops[lane]
+        )
 
     def _num_blocks(self, lens: Int64Array) -> int:
         """How many columns the block tables of sequences of these lengths have in all groups of layers."""

@@ -35,6 +35,8 @@ class Request:
         How many of its tokens the prefix cache had when this turn started; None before that.
     lane : int
         Its lane in `Running` while it runs, otherwise NOT_RUNNING.
+    snapshot_at : tuple of int
+        Lengths at which a snapshot of its state should stay.
     copy : object or None
         The copy of its K and V that `Swap.copy_out` has made, while it waits after a preemption.
     """
@@ -50,4 +52,22 @@ class Request:
     resumable: bool
     num_cached: int | None = None
     lane: int = NOT_RUNNING
+    snapshot_at: tuple[int, ...] = ()
     copy: Any = None
+
+    def stops(self, num_cached: int, num_matched: int, block_size: int, every: int | None) -> list[int]:
+        """Where chunks of its tokens must end so that a snapshot stays there, ascending.
+
+        Parameters
+        ----------
+        num_cached, num_matched : int
+            How many tokens are found, and how many of their blocks: behind those, it and another request part.
+        block_size : int
+            P.
+        every : int or None
+            How many tokens there are between snapshots.
+        """
+        last = (len(self.tokens) - 1) // block_size * block_size
+        wanted = [*self.snapshot_at, *(range(every, last, every) if every else ())]
+        stops = {last, num_matched, *(length // block_size * block_size for length in wanted)}
+        return sorted(stop for stop in stops if stop > num_cached)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache import PagedKVCache
-from ..memory.arguments import as_int, require_callable
+from ..memory.arguments import as_int, as_ints, require_callable
 from ..memory.ids import owned_spans
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import ids_of
@@ -56,6 +56,10 @@ class Scheduler:
         How many steps one level of priority is worth.
     eos_token_id : int or None
         The token that ends a text.
+    snapshot_every : int or None
+        Of a cache with states: how many tokens of a prompt lie between two snapshots, rounded down to whole blocks, for
+        prompts that part from it anywhere. None for snapshots at its last full block, where another prompt has parted
+        from it, and at `snapshot_at` alone. Each takes as much memory as a state.
     swap : SwapSpace or None
         Where the K and V of a preempted request wait, if copying them out and in has taken less time than computing
         them. So what a step computes then depends on how long steps and copies took, and tokens do not. A request that
@@ -108,6 +112,7 @@ class Scheduler:
         watermark: float = 0.01,
         aging: int = 256,
         eos_token_id: int | None = None,
+        snapshot_every: int | None = None,
         swap: Swap | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -123,20 +128,23 @@ class Scheduler:
         budget = as_int("max_num_batched_tokens", max_num_batched_tokens, minimum=1)
         most = min(cache.max_seqs, budget)
         if max_num_seqs is not None and as_int("max_num_seqs", max_num_seqs, minimum=1) > most:
+            of_states = ", which state_memory may limit" if cache.states else ""
             raise ValueError(
                 f"max_num_seqs must be at most max_num_batched_tokens = {budget} and the cache's max_seqs = "
-                f"{cache.max_seqs}, got {max_num_seqs}"
+                f"{cache.max_seqs}{of_states}, got {max_num_seqs}"
             )
         max_num_seqs = most if max_num_seqs is None else int(max_num_seqs)
         self._aging = as_int("aging", aging, maximum=MAX_AGING)
         self._eos = None if eos_token_id is None else as_int("eos_token_id", eos_token_id)
         self._cache = cache
         self._requests: dict[int, Request] = {}
-        self._waiting, self._running = Waiting(), Running(max_num_seqs)
+        every = None if snapshot_every is None else as_int("snapshot_every", snapshot_every, minimum=1)
+        self._waiting = Waiting()
+        self._running = Running(max_num_seqs, has_stops=bool(cache.states) and cache.prefix_cache)
         watermark_blocks = int(np.ceil(watermark * cache.pool.num_blocks))
         self._swapping = None if swap is None else Swapping(swap, clock)
         limits = budget, max_num_seqs, watermark_blocks
-        self._admission = Admission(cache, self._running, self._waiting, *limits, self._swapping)
+        self._admission = Admission(cache, self._running, self._waiting, *limits, self._swapping, every)
         self._step: Step | None = None
         self._leaving: list[int] = []  # sequences of the step whose requests were aborted
         self._num_added = self._num_steps = 0
@@ -200,6 +208,7 @@ class Scheduler:
         priority: int = 0,
         salt: str | bytes | None = None,
         resumable: bool = False,
+        snapshot_at: Any = (),
     ) -> int:
         """Add a request, which waits until there is room for it.
 
@@ -215,6 +224,9 @@ class Scheduler:
             As in `PagedKVCache.add`.
         resumable : bool
             Whether the request stays when its turn ends, until `extend` or `abort`.
+        snapshot_at : sequence of int
+            Lengths, at most num_tokens, from which later prompts may go on, such as where the messages of a chat end.
+            A cache with states keeps a snapshot at each, rounded down to whole blocks; others need none.
 
         Returns
         -------
@@ -235,16 +247,17 @@ class Scheduler:
         if not len(ids):
             raise ValueError("tokens must have at least one token, got none")
         self._admission.require_fit(len(ids), max_tokens)
-        number = self._num_added
+        number, stops = self._num_added, _lengths(snapshot_at, len(ids))
         request = Request(
             number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
         )
+        request.snapshot_at = stops
         self._num_added += 1
         self._requests[number] = request
         self._waiting.push(request)
         return number
 
-    def extend(self, request: int, tokens: Any, max_tokens: int) -> None:
+    def extend(self, request: int, tokens: Any, max_tokens: int, *, snapshot_at: Any = ()) -> None:
         """Start another turn of a resumable request, with a user's answer or the result of a tool for example.
 
         It waits like a new request; the prefix cache finds what was computed before, unless that was evicted.
@@ -256,6 +269,8 @@ class Scheduler:
             Tokens to append to those that it has; may be empty.
         max_tokens : int
             The most tokens to generate in this turn.
+        snapshot_at : sequence of int
+            As in `add`: lengths of the whole text.
 
         Raises
         ------
@@ -269,6 +284,7 @@ class Scheduler:
             raise ValueError(f"request {request} is in the middle of a turn: extend it when update says it has ended")
         ids = np.concatenate([found.tokens, ids])
         self._admission.require_fit(len(ids), max_tokens)
+        found.snapshot_at = _lengths(snapshot_at, len(ids))
         found.tokens, found.num_prompt, found.max_len = ids, len(ids), len(ids) + max_tokens
         found.key, found.num_cached = self._key(found.priority), None
         self._waiting.push(found)
@@ -346,7 +362,7 @@ class Scheduler:
             batch = cache.batch(seqs, n)
             sampled = numbers[is_sampled]
             tokens_there = cache.asarray(ids)
-            step = Step(numbers, tokens_there, slots, batch, logits_indices, sampled, lanes, counts, is_sampled)
+            step = Step(numbers, tokens_there, slots, batch, logits_indices, sampled, seqs, lanes, counts, is_sampled)
         except BaseException:
             cache.truncate(seqs, starts)  # a listener of the cache may raise after append has changed it
             raise
@@ -393,11 +409,15 @@ class Scheduler:
         if self._swapping is not None:
             self._swapping.end_step(len(step.requests), len(step.tokens))
         running.widen(int(lens.max(initial=0)))
-        self._cache.commit(running.seqs[lanes])
+        num_computed = running.num_computed[lanes] + counts
+        if running.next_stops is None:
+            self._cache.commit(running.seqs[lanes])
+        else:
+            self._cache.commit(running.seqs[lanes], lasting=num_computed == running.next_stops[lanes])
         if len(ended) or self._leaving:
             self._cache.free([*running.seqs[grown[ended]].tolist(), *self._leaving])
         running.extend(grown, ids)
-        running.num_computed[lanes] += counts
+        running.move(lanes, num_computed)
         self._step, self._leaving = None, []
         return [self._finish(int(grown[i]), "stop" if stopped[i] else "length") for i in ended]
 
@@ -409,11 +429,18 @@ class Scheduler:
         step, running = self._step, self._running
         if step is not None:
             lanes = step._lanes[running.numbers[step._lanes] == step.requests]
+            seqs, num_computed = running.seqs[lanes], running.num_computed[lanes]
+            if self._cache.states:
+                # States that were written already are those of the step: go back to snapshots.
+                for i in (self._cache.state_lens(seqs) != num_computed).nonzero()[0].tolist():
+                    lens = self._cache.lens_with_state(int(seqs[i]))
+                    num_computed[i] = lens[lens <= num_computed[i]][-1]
             try:
-                self._cache.truncate(running.seqs[lanes], running.num_computed[lanes])
+                self._cache.truncate(seqs, num_computed)
             except ValueError:  # an update has failed behind its commit, and windows have passed what came before
-                self._cache.truncate(running.seqs[lanes], 0)
-                running.num_computed[lanes] = 0
+                num_computed = np.zeros_like(num_computed)
+                self._cache.truncate(seqs, 0)
+            running.move(lanes, num_computed)
             self._cache.free(self._leaving)
             self._step, self._leaving = None, []
 
@@ -463,3 +490,11 @@ class Scheduler:
         if not request.resumable:
             del self._requests[request.number]
         return Finished(request.number, request.tokens[request.num_prompt :], reason)
+
+
+def _lengths(snapshot_at: Any, num_tokens: int) -> tuple[int, ...]:
+    """Check the lengths at which a caller wants snapshots."""
+    lengths = as_ints("snapshot_at", snapshot_at)
+    if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= num_tokens:
+        raise ValueError(f"snapshot_at must be lengths from 0 to num_tokens = {num_tokens}, got {lengths.tolist()}")
+    return tuple(lengths.tolist())

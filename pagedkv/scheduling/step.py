@@ -35,7 +35,7 @@ class Finished(NamedTuple):
 class Step:
     """One batch for the model, which mixes chunks of prompts with single generated tokens.
 
-    Arrays belong to the cache's framework, except `requests` and `sampled`, which are NumPy arrays.
+    Arrays belong to the cache's framework, except `requests`, `sampled` and `seqs`, which are NumPy arrays.
 
     Attributes
     ----------
@@ -53,6 +53,9 @@ class Step:
         request whose tokens are all computed after this step.
     sampled : (num_sampled,) int64
         The requests of these rows.
+    seqs : (num_seqs,) int64
+        The handles of the sequences of `requests`, for `PagedKVCache.read_states` and `write_states`. A model reads the
+        states, computes the step from them, and writes them before `update`.
     """
 
     requests: Int64Array
@@ -61,6 +64,7 @@ class Step:
     batch: Batch
     logits_indices: Any
     sampled: Int64Array
+    seqs: Int64Array
     _lanes: Int64Array = field(repr=False)
     _counts: Int64Array = field(repr=False)
     _is_sampled: npt.NDArray[np.bool] = field(repr=False)
