@@ -5,13 +5,13 @@ import numpy as np
 from pagedkv import PagedKVCache
 
 P, ROOM = 4, 64
-SLOT_BYTES = 4 * (ROOM + 1)
 
 
-def make_cache(num_states=100, *, num_blocks=200, max_seqs=100, **options):
+def make_cache(num_states=100, *, num_layers=1, num_blocks=200, max_seqs=100, **options):
     """A cache in blocks of 4 tokens, with so many states."""
-    options = {"states": {"tokens": ((ROOM,), "float32"), "count": ((1,), "float32")}} | options
-    return PagedKVCache(1, num_blocks, P, 1, 8, max_seqs=max_seqs, state_memory=num_states * SLOT_BYTES, **options)
+    states, memory = {"tokens": ((ROOM,), "float32"), "count": ((1,), "float32")}, num_states * 4 * (ROOM + 1)
+    sizes = num_layers, num_blocks, P, 1, 8
+    return PagedKVCache(*sizes, max_seqs=max_seqs, states=states, state_memory=memory, **options)
 
 
 def advanced(states, new):
@@ -37,6 +37,21 @@ def snapshots(cache):
     """How many tokens each snapshot stands for, ascending."""
     slots = cache._rows.states
     return sorted(slots.lens[slots.are_snapshots].tolist())
+
+
+def snapshot_texts(cache):
+    """The text that each snapshot has, and the tokens in the blocks that lead to it, as far as they are there."""
+    slots, found = cache._rows.states, cache.pool._prefix_cache
+    if found is None:
+        return
+    blocks_of = {int(found._serials[block]): block for block in found._leaders()}
+    for slot in slots.are_snapshots.nonzero()[0]:
+        [text] = texts_of({name: array[slot : slot + 1] for name, array in cache.states.items()})
+        tokens, serial = [], int(slots._serials[slot])
+        while (block := blocks_of.get(serial)) is not None:
+            tokens = [*found._rows()[block].tolist(), *tokens]
+            serial = int(found._parents[block])
+        yield text[len(text) - len(tokens) :], tokens
 
 
 def slots_held(cache):
@@ -102,7 +117,10 @@ class Texts:
             del self.tokens[seq]
 
     def check(self):
-        """Every sequence has the state of its text."""
+        """Every sequence has the state of its text, and every snapshot that of the tokens in its blocks."""
         self.cache.check()
         seqs = [*self.tokens]
         assert texts_of(self.cache.read_states(seqs)) == [self.tokens[seq] for seq in seqs]
+        assert slots_held(self.cache) <= self.cache.stats().num_states
+        for text, tokens in snapshot_texts(self.cache):
+            assert text == tokens
