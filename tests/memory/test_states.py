@@ -9,7 +9,7 @@ from pagedkv.memory.device.state_arrays import StateArrays
 from pagedkv.stores import HostStore, StoredPrefixes, SwapSpace
 
 from .manager import fails_after, refused
-from .texts import P, Texts, advanced, make_cache, slots_held, texts_of
+from .texts import P, Texts, advanced, make_cache, slots_held, snapshots, texts_of
 
 SIZE = {"num_layers": 1, "num_blocks": 8, "block_size": 4, "num_kv_heads": 1, "head_dim": 8}
 
@@ -233,3 +233,13 @@ def test_stores_of_states_need_no_memory(monkeypatch):
     texts.free(seq)
     assert texts.prompt(range(1, 10))[1] == 8
     assert slots_held(texts.cache) == 3
+
+
+def test_a_snapshot_that_a_prompt_has_found_stays():
+    """One that none has found makes way for the next of the same text."""
+    texts = Texts(make_cache())
+    seq, _ = texts.start(range(1, 20))
+    texts.compute((seq, range(1, 9)))
+    assert texts.start(range(1, 10))[1] == 8
+    texts.decode(seq, range(9, 18))
+    assert snapshots(texts.cache) == [8, 16]

@@ -25,7 +25,7 @@ class Server:
     def add(self, tokens, new=(0,), **options):
         """Add a request which generates these tokens."""
         number = self.scheduler.add(tokens, len(new), **options)
-        self.given[number], self.ends[number] = [*tokens, *new], []
+        self.given[number] = [*tokens, *new]
         return number
 
     def forward(self, step):
@@ -49,7 +49,7 @@ class Server:
             self.hits[number] = self.scheduler.num_cached(number)
         lens = dict(zip(step.requests.tolist(), step.batch.seq_lens.tolist(), strict=True))
         for number, end in lens.items():
-            self.ends[number].append(end)
+            self.ends.setdefault(number, []).append(end)
         self.num_computed, self.num_steps = self.num_computed + len(step.tokens), self.num_steps + 1
         finished = self.scheduler.update(step, tokens)
         self.cache.check()
@@ -146,6 +146,14 @@ def test_a_long_answer_is_found_too():
     assert slots_held(server.cache) == 3
     server.run()
     assert server.serve(text(31, (70, 71)))[0] == 28
+
+
+def test_a_long_answer_pushes_out_nobody():
+    """Its snapshots take the place of each other."""
+    server = Server(num_states=4)
+    server.serve(text((60, 70)))
+    server.serve(text(10), text((11, 45)))
+    assert server.cache.find(text((60, 70))) == 8
 
 
 def test_three_turns_compute_what_is_new_and_at_most_a_block_more():
