@@ -31,7 +31,10 @@ class Twin:
         self.max_num_seqs, self.watermark, self.aging = max_num_seqs, watermark, aging
         self.waiting, self.running, self.idle = [], [], []
         # How many tokens a query sees before its own, in each group of layers, and `keep` more.
-        self.behind = [float("inf") if window is None else window - 1 + keep for window in windows]
+        seen = [float("inf") if window is None else window - 1 for window in windows]
+        leader = seen.index(max(seen))
+        seen[leader] = max(seen[leader], block_size)  # the next block is stored behind the last full one
+        self.behind = [before + keep for before in seen]
         self.swaps = swaps
         self.numbers, self.steps, self.preempted, self.taken = count(), 0, 0, 0
 
