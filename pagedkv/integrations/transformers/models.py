@@ -210,8 +210,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return f"has layers of types {', '.join(sorted(others))}"
     # The masks of these have it, and nothing else.
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if getattr(config, "sliding_window", None) and (
-        config.model_type in ("olmoe", "phimoe")
+    if (
+        (config.model_type in ("olmoe", "phimoe") and getattr(config, "sliding_window", None))
         or (config.model_type == "qwen2_moe" and slides)
         or (config.model_type == "smollm3" and slides and not config.use_sliding_window)
     ):
