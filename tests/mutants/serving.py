@@ -113,6 +113,18 @@ MUTANTS = [
         CACHE + "test_generate_gives_the_text_of_eager_attention",
     ),
     Mutant(
+        "transformers: a layer attends as what its module says",
+        'getattr(module, "layer_idx", None) if self._updated is None else self._updated',
+        'getattr(module, "layer_idx", None)',
+        "tests/integrations/transformers/test_families.py::test_each_family_generates_what_eager_attention_does[cpu-HrmText]",
+    ),
+    Mutant(
+        "transformers: a layer attends twice",
+        "        if layer in self._attended:\n",
+        "        if False:\n",
+        "tests/integrations/transformers/test_running.py::test_layers_that_a_cache_has_no_room_for_are_refused[twice-step]",
+    ),
+    Mutant(
         "transformers: rejected draft tokens stay in the cache",
         "self.kv.truncate(self.seqs, lengths)",
         "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
