@@ -445,8 +445,9 @@ class PagedKVCache(Sequences):
         rows = self._rows.handles.find_distinct(seqs)
         self._state_arrays.require(values, len(rows))
         plan = slots.plan_write(rows, self._rows.lens[rows])
+        index = self._arrays.asarray(plan.slots)  # which may raise, while no state is lost yet
         store(plan.begin)
-        self._state_arrays.write(plan.slots, values)
+        self._state_arrays.write(index, values)
         store(plan.end)
 
     @consistent
@@ -506,7 +507,10 @@ class PagedKVCache(Sequences):
         if self._rows.states is None:
             self.pool._commit(self._rows.plan_commit(rows))
         else:
-            stay = np.broadcast_to(np.asarray(lasting, np.bool), rows.shape)
+            stay = np.asarray(lasting, np.bool)
+            if stay.shape not in ((), rows.shape):
+                raise ValueError(f"lasting must be a bool, or have shape (num_seqs,) = {rows.shape}, got {stay.shape}")
+            stay = np.broadcast_to(stay, rows.shape)
             snapshots.require_written(self._rows, rows)
             self.pool._commit(self._rows.plan_commit(rows))
             store(snapshots.plan_snapshots(self._rows, rows, stay))

@@ -15,9 +15,8 @@ from .prefix.hit import NO_HIT, Hit
 from .prefix.index import NO_BLOCK
 
 NO_SLOT = -1
-_NO_ROW = -1
+_NO_ROW, _ENDED = -1, -2
 _BEING_WRITTEN = -1  # a length
-_FOUND_COUNTS = 4  # a snapshot that was found counts as younger by this many snapshots for each slot
 
 
 class WritePlan(NamedTuple):
@@ -72,11 +71,14 @@ class StateSlots:
         self.of_row = np.full(max_seqs, NO_SLOT)
         self.lens = np.zeros(num_slots, np.int64)
         self._blocks, self._serials = np.full(num_slots, NO_BLOCK), np.zeros(num_slots, np.int64)
-        # When a snapshot was taken or found, counted in snapshots, and whether it was ever found.
+        # When a snapshot was taken or found, in snapshots that took no other's place, and whether it was ever found.
         self._used, self._was_found = np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool)
         self._clock, self.num_without_state = np.array([0]), np.array([0])
-        # The row whose next snapshot takes the place of this one, or _NO_ROW.
+        # The row whose next snapshot takes the place of this one: _NO_ROW if none does, _ENDED if that row has ended.
         self._moves_with = np.full(num_slots, _NO_ROW)
+        # The row that alone went on from what an ended one had left, as the next turn of a chat does: once that row
+        # leaves a snapshot, this one gives way first.
+        self._heirs = np.full(num_slots, _NO_ROW)
 
     @property
     def num_slots(self) -> int:
@@ -138,8 +140,10 @@ class StateSlots:
     def plan_start(self, row: int, last: Int64Array) -> list[Write]:
         """Let a row begin with the snapshot that a block names, (1,) int64."""
         slot, clock = self.at(last), int(self._clock[0]) + 1
+        inherits = bool(self._moves_with[slot[0]] == _ENDED and not self._was_found[slot[0]])
         return [
             (self.of_row, row, int(slot[0])),
+            (self._heirs, slot, np.array([row if inherits else _NO_ROW])),
             (self._was_found, slot, np.ones(1, np.bool)),
             (self._used, slot, np.array([clock])),
             (self._clock, 0, clock),
@@ -155,8 +159,11 @@ class StateSlots:
 
     def plan_end(self, rows: Int64Array) -> list[Write]:
         """Let the snapshots that rows leave behind stay."""
-        slots = np.isin(self._moves_with, rows).nonzero()[0]
-        return [(self._moves_with, slots, np.full(len(slots), _NO_ROW))]
+        slots, inherited = np.isin(self._moves_with, rows).nonzero()[0], np.isin(self._heirs, rows).nonzero()[0]
+        return [
+            (self._moves_with, slots, np.full(len(slots), _ENDED)),
+            (self._heirs, inherited, np.full(len(inherited), _NO_ROW)),
+        ]
 
     def plan_shorten(self, rows: Int64Array, lens: Int64Array, ends: Int64Array) -> list[Write]:
         """Cut each row down to `lens` tokens.
@@ -183,7 +190,8 @@ class StateSlots:
         # Of several owners the last one writes in place, if no other row refers to the slot.
         in_place[owned] = (counts[last] == refs[slots[owned]]) & (last == np.arange(len(owned)))
         unused = (refs == 0).nonzero()[0]
-        age = self._used[unused] + self._was_found[unused] * (_FOUND_COUNTS * self.num_slots)
+        # Found ones stay longer, as if taken a snapshot for each slot later: not for ever, or they would fill all.
+        age = self._used[unused] + self._was_found[unused] * self.num_slots
         unused = unused[np.lexsort((age, snapshots[unused]))]
         kept = (in_place & snapshots[slots]).nonzero()[0]
         num_spare = len(unused) - np.count_nonzero(~in_place)
@@ -210,21 +218,27 @@ class StateSlots:
         if self._cache is None or not len(rows):
             return []
         blocks, first, which = np.unique(blocks, return_index=True, return_inverse=True)
-        slots, clock = self.at(blocks), int(self._clock[0]) + 1
+        slots = self.at(blocks)
         are_new = slots == NO_SLOT
         slots = np.where(are_new, self.of_row[rows[first]], slots)
         moves_with = np.where(are_new, rows[first], self._moves_with[slots])
         moves_with[np.bincount(which, lasting, len(blocks)) > 0] = _NO_ROW
-        former = self.are_snapshots & np.isin(self._moves_with, rows) & ~self._was_found
-        former[slots] = False
-        gone = former.nonzero()[0]
+        make_way = self.are_snapshots & np.isin(self._moves_with, rows) & ~self._was_found
+        were_passed = np.isin(self._heirs, rows)
+        make_way[slots] = were_passed[slots] = False
+        gone, passed = make_way.nonzero()[0], were_passed.nonzero()[0]
+        clock = int(self._clock[0]) + max(0, int(np.count_nonzero(are_new)) - len(gone))
         return [
+            (self._used, passed, np.zeros_like(passed)),
+            (self._was_found, passed, np.zeros(len(passed), np.bool)),
+            (self._heirs, passed, np.full(len(passed), _NO_ROW)),
             (self._blocks, gone, np.full(len(gone), NO_BLOCK)),
             (self._blocks, slots, blocks),
             (self._serials, slots, self._cache.serials(blocks)),
             (self._used, slots, np.full(len(slots), clock)),
             (self._was_found, slots, self._was_found[slots] & ~are_new),
             (self._moves_with, slots, moves_with),
+            (self._heirs, slots[are_new], np.full(np.count_nonzero(are_new), _NO_ROW)),
             (self._clock, 0, clock),
         ]
 
@@ -242,7 +256,7 @@ class StateSlots:
         blocks, counts = self._blocks[snapshots], self.lens[snapshots]
         must_hold(len(np.unique(blocks)) == len(blocks), "a block names two snapshots")
         must_hold(((counts > 0) & (counts % self._block_size == 0)).all(), "a snapshot ends in the middle of a block")
-        moving = self._moves_with[snapshots]
-        must_hold(live[moving[moving != _NO_ROW]].all(), "a snapshot moves with a sequence that has ended")
+        for of_row in (self._moves_with, self._heirs):
+            must_hold(live[of_row[of_row >= 0]].all(), "a snapshot makes way for a sequence that has ended")
         if self._cache is not None:
             self._cache.check_ends(blocks, counts // self._block_size)

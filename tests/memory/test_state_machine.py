@@ -172,8 +172,8 @@ class StateMachine(RuleBasedStateMachine):
                     array[1:] = 77  # the first one has come
             failing = fails_after(0, StateArrays.write, KeyboardInterrupt())
 
-            def write(arrays, slots, values, write=StateArrays.write):
-                write(arrays, slots, after)
+            def write(arrays, index, values, write=StateArrays.write):
+                write(arrays, index, after)
                 failing()
 
             patch.setattr(StateArrays, "write", write)

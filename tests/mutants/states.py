@@ -57,14 +57,14 @@ MUTANTS = [
     ),
     Mutant(
         "states: a snapshot that was found is as old as another",
-        "self._used[unused] + self._was_found[unused] * (_FOUND_COUNTS * self.num_slots)",
+        "self._used[unused] + self._was_found[unused] * self.num_slots",
         "self._used[unused]",
         CASES + "test_a_snapshot_that_was_found_stays_longer",
     ),
     Mutant(
         "states: a snapshot that was found stays for ever",
-        "_FOUND_COUNTS = 4 ",
-        "_FOUND_COUNTS = 10**9 ",
+        "self._was_found[unused] * self.num_slots",
+        "self._was_found[unused] * 10**9",
         CASES + "test_a_snapshot_that_was_found_stays_longer",
     ),
     Mutant(
@@ -75,8 +75,8 @@ MUTANTS = [
     ),
     Mutant(
         "states: each boundary that a text passes leaves a snapshot",
-        "        former[slots] = False\n",
-        "        former[:] = False\n",
+        "        make_way[slots] = were_passed[slots] = False\n",
+        "        make_way[:] = were_passed[:] = False\n",
         CASES + "test_a_long_answer_is_found_too",
     ),
     Mutant(
@@ -87,9 +87,15 @@ MUTANTS = [
     ),
     Mutant(
         "states: a later text takes away the snapshots of the one that had its row",
-        "return [(self._moves_with, slots, np.full(len(slots), _NO_ROW))]",
-        "return []",
+        "            (self._moves_with, slots, np.full(len(slots), _ENDED)),\n",
+        "",
         MACHINE,
+    ),
+    Mutant(
+        "states: what earlier turns of a chat left stays as long as all else",
+        "            (self._used, passed, np.zeros_like(passed)),\n",
+        "",
+        CASES + "test_what_earlier_turns_left_gives_way_first",
     ),
     Mutant(
         "states: the snapshot at a stop moves on with the text",

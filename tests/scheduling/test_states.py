@@ -169,6 +169,16 @@ def test_three_turns_compute_what_is_new_and_at_most_a_block_more():
         tokens = [*tokens, *answer, *question]
 
 
+def test_what_earlier_turns_left_gives_way_first():
+    """Four chats that take turns need two slots each, though every turn leaves two snapshots."""
+    server, chats = Server(num_states=8), [text((100 * i, 100 * i + 6)) for i in range(1, 5)]
+    for turn in range(4):
+        for chat in chats:
+            hit, _ = server.serve(chat, range(50, 55))
+            assert hit == (turn > 0) * ((len(chat) - 3 - 1) // P * P)
+            chat += [*range(50, 55), 70, 71, 72]
+
+
 def test_a_template_that_drops_what_was_thought():
     """Case 12: the next prompt parts from the text inside the prompt before it, behind a snapshot or before all."""
     server = Server()

@@ -61,9 +61,8 @@ class StateArrays:
                 state[index] = 0
         return states
 
-    def write(self, slots: Int64Array, values: Mapping[str, Any]) -> None:
-        """Copy states, which `require` has seen, into distinct slots."""
-        index = self._arrays.asarray(slots)
+    def write(self, index: Any, values: Mapping[str, Any]) -> None:
+        """Copy states, which `require` has seen, into distinct slots, an array of the module."""
         for name, array in self.by_name.items():
             value = values[name]
             array[index] = value.detach() if hasattr(value, "detach") else value
