@@ -28,10 +28,10 @@ from .store import Buffer, require_blocks, sizes_of
 
 _HELLO = Struct("<QQQI")  # capacity, block_bytes, address of the memory, bytes of NIXL's metadata
 _REQUEST = Struct("<4sI")  # what to do, with how many keys
-_GET, _PUT, _REMOVE, _DONE = b"get ", b"put ", b"rem ", b"done"
+_GET, _HAS, _PUT, _REMOVE, _DONE = b"get ", b"has ", b"put ", b"rem ", b"done"
 _NOWHERE = 2**64 - 1
 _POLL = 2e-5  # seconds
-_AT_ONCE = 2**27  # bytes of a request
+_AT_ONCE, _KEYS_AT_ONCE = 2**27, 2**16  # bytes and keys of a request
 
 
 class NixlHost:
@@ -108,14 +108,19 @@ class NixlHost:
             while True:
                 connection.settimeout(None)
                 what, count = _REQUEST.unpack(_receive(connection, _REQUEST.size))
-                connection.settimeout(self._timeout)
-                packed = _receive(connection, count * NUM_BYTES)
+                if what not in (_GET, _HAS, _PUT, _REMOVE) or count > _KEYS_AT_ONCE:
+                    return  # nothing that a store sends
+                deadline = time.monotonic() + self._timeout
+                packed = _receive(connection, count * NUM_BYTES, deadline)
                 keys = [packed[i : i + NUM_BYTES] for i in range(0, len(packed), NUM_BYTES)]
+                sizes = np.frombuffer(_receive(connection, count * 8, deadline) if what == _PUT else b"", "<u8")
                 with self._lock:
                     if what == _GET:
                         self._give(connection, keys)
+                    elif what == _HAS:
+                        connection.sendall(bytes(place is not None for place in self._slots.find(keys)))
                     elif what == _PUT:
-                        self._take(connection, keys, np.frombuffer(_receive(connection, count * 8), "<u8").tolist())
+                        self._take(connection, keys, sizes.tolist())
                     else:
                         self._slots.remove(keys)
                 connection.sendall(_DONE)
@@ -123,8 +128,7 @@ class NixlHost:
     def _give(self, connection: socket.socket, keys: list[bytes]) -> None:
         """Say where blocks are, and wait until they have been read."""
         places = [(_NOWHERE, 0) if place is None else place for place in self._slots.find(keys)]
-        connection.sendall(np.array(places, "<u8").tobytes())
-        _receive(connection, len(_DONE))
+        self._say(connection, np.array(places, "<u8").tobytes())
 
     def _take(self, connection: socket.socket, keys: list[bytes], sizes: list[int]) -> None:
         """Say where new blocks may go, and name them once they have been written."""
@@ -132,9 +136,14 @@ class NixlHost:
         self._slots.remove(evicted)
         places = np.full((len(keys), 2), _NOWHERE, "<u8")
         places[chosen, 0], places[chosen, 1] = slots, [sizes[i] for i in chosen]
-        connection.sendall(places.tobytes())
-        _receive(connection, len(_DONE))
+        self._say(connection, places.tobytes())
         self._slots.put([keys[i] for i in chosen], slots, [sizes[i] for i in chosen])
+
+    def _say(self, connection: socket.socket, places: bytes) -> None:
+        """Say where blocks are, and wait until the store has moved them."""
+        connection.settimeout(self._timeout)
+        connection.sendall(places)
+        _receive(connection, len(_DONE), time.monotonic() + self._timeout)
 
 
 class NixlStore:
@@ -168,8 +177,8 @@ class NixlStore:
         self._agent, self._recycled = _agent(), RecycledMemory()
         self._connection: socket.socket | None = None
         self._unfinished: list[Any] = []  # memory that NIXL may still write to
-        with self._lock:
-            self._connected()
+        with self._turn():
+            pass
 
     def __enter__(self) -> NixlStore:
         return self
@@ -191,60 +200,80 @@ class NixlStore:
 
     def _get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
         with self._asked(_GET, keys) as (connection, deadline):
-            places = self._places(connection, len(keys))
+            places = self._places(connection, len(keys), deadline)
             found = self._recycled.room_for(places)
             self._move("READ", [(x, place) for x, place in zip(found, places, strict=True) if x and place], deadline)
         return found
 
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are there; see `BlockStore.has`."""
+        there: list[bool] = []
+        for some in reversed(self._at_once(len(keys))):
+            with self._asked(_HAS, keys[some]) as (connection, deadline):
+                there[:0] = map(bool, _receive(connection, len(keys[some]), deadline))
+        return there
+
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         sizes = sizes_of(blocks)
-        require_blocks(keys, sizes, self.block_bytes)
+        with self._turn():  # which connects again after such an error: a host that has restarted may take larger blocks
+            require_blocks(keys, sizes, self.block_bytes)
         for some in reversed(self._at_once(len(keys))):
             packed = np.array(sizes[some], "<u8").tobytes()
             with self._asked(_PUT, keys[some], packed) as (connection, deadline):
-                places = self._places(connection, len(keys[some]))
+                places = self._places(connection, len(keys[some]), deadline)
                 moves = [(x, place) for x, place in zip(blocks[some], places, strict=True) if place]
                 self._move("WRITE", moves, deadline)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget keys."""
-        with self._asked(_REMOVE, keys):
-            pass
+        for some in self._at_once(len(keys)):
+            with self._asked(_REMOVE, keys[some]):
+                pass
 
     def _at_once(self, count: int) -> list[slice]:
         """The blocks of each request: others get their turn, and none takes as long as the time-out."""
-        most = max(1, _AT_ONCE // self.block_bytes)
+        most = max(1, min(_AT_ONCE // self.block_bytes, _KEYS_AT_ONCE))
         return [slice(first, first + most) for first in range(0, count, most)]
 
     @contextmanager
     def _asked(self, what: bytes, keys: Sequence[bytes], more: bytes = b"") -> Iterator[tuple[socket.socket, float]]:
         """Send a request, let the caller move the blocks, and wait until the host knows."""
-        deadline = time.monotonic() + self._timeout
-        with self._lock:
-            try:
-                connection = self._connected()
-                connection.sendall(_REQUEST.pack(what, len(keys)) + b"".join(keys) + more)
-                yield connection, deadline
-                if what != _REMOVE:
-                    connection.sendall(_DONE)
-                _receive(connection, len(_DONE))
-            except BaseException:
-                self.close()
-                raise
+        with self._turn() as (connection, deadline):
+            connection.sendall(_REQUEST.pack(what, len(keys)) + b"".join(keys) + more)
+            yield connection, deadline
+            connection.settimeout(_left(deadline))
+            if what in (_GET, _PUT):
+                connection.sendall(_DONE)
+            _receive(connection, len(_DONE), deadline)
 
-    def _connected(self) -> socket.socket:
+    @contextmanager
+    def _turn(self) -> Iterator[tuple[socket.socket, float]]:
+        """Let one thread at a time have the connection, until a deadline; what it raises ends the connection."""
+        deadline = time.monotonic() + self._timeout
+        if not self._lock.acquire(timeout=self._timeout):
+            raise TimeoutError(f"other threads have used this NixlStore for {self._timeout} seconds")
+        try:
+            yield self._connected(deadline), deadline
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._lock.release()
+
+    def _connected(self, deadline: float) -> socket.socket:
         if self._connection is None:
-            self._connection = connection = socket.create_connection(self._address, self._timeout)
+            self._connection = connection = socket.create_connection(self._address, _left(deadline))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _HELLO.unpack(_receive(connection, _HELLO.size))
+            hello = _HELLO.unpack(_receive(connection, _HELLO.size, deadline))
             self.capacity, self.block_bytes, self._base, size = hello
-            self._host = self._agent.add_remote_agent(_receive(connection, size))
+            self._host = self._agent.add_remote_agent(_receive(connection, size, deadline))
+        self._connection.settimeout(_left(deadline))
         return self._connection
 
     @staticmethod
-    def _places(connection: socket.socket, count: int) -> list[tuple[int, int] | None]:
-        places = np.frombuffer(_receive(connection, count * 16), "<u8").reshape(-1, 2).tolist()
+    def _places(connection: socket.socket, count: int, deadline: float) -> list[tuple[int, int] | None]:
+        places = np.frombuffer(_receive(connection, count * 16, deadline), "<u8").reshape(-1, 2).tolist()
         return [None if slot == _NOWHERE else (slot, size) for slot, size in places]
 
     def _move(self, operation: str, moves: list[tuple[Buffer, tuple[int, int]]], deadline: float) -> None:
@@ -293,10 +322,19 @@ def _joined(regions: list[tuple[int, int, int]]) -> list[tuple[int, int, int, st
     return [(first, end - first, 0, "") for first, end in joined]
 
 
-def _receive(connection: socket.socket, size: int) -> bytes:
+def _left(deadline: float) -> float:
+    """The seconds until then."""
+    if (seconds := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("the other side has not answered in time")
+    return seconds
+
+
+def _receive(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
     room = bytearray(size)
     left = memoryview(room)
     while left:
+        if deadline is not None:
+            connection.settimeout(_left(deadline))
         count = connection.recv_into(left)
         if not count:
             raise ConnectionError("the other side has closed the connection")

@@ -4,6 +4,8 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import find_spec
 
 import numpy as np
@@ -41,6 +43,19 @@ def test_a_host_frees_what_a_store_leaves():
         assert len(host._slots._free) == 0
 
 
+@pytest.mark.parametrize(("what", "count"), [(nixl._GET, 2**26), (b"what", 1)], ids=["too many keys", "unknown"])
+def test_a_host_does_not_do_what_no_store_asks_for(what, count):
+    """It ends the connection before it makes room for the keys."""
+    with host_and_store(700, 100, host_timeout=100) as (host, store):
+        store.put([KEY], [BLOCK])
+        with socket.create_connection(host.address, timeout=10) as other:
+            other.sendall(nixl._REQUEST.pack(what, count) + KEY)
+            with suppress(ConnectionResetError):
+                while other.recv(2**16):
+                    pass
+        assert store.has([KEY]) == [True]
+
+
 def test_a_store_connects_again():
     with host_and_store(700, 100) as (_, store):
         store.put([KEY], [BLOCK])
@@ -59,6 +74,26 @@ def test_a_host_that_does_not_answer_is_an_error_in_time():
         host.close()
         with pytest.raises(ConnectionRefusedError):
             nixl.NixlStore(host.address, timeout=0.1)
+
+
+def test_threads_wait_for_each_other_no_longer_than_for_the_host():
+    with host_and_store(700, 100, timeout=0.1) as (host, store), ThreadPoolExecutor(100) as threads:
+        for lock in (host._lock, store._lock):
+            with lock:
+                begin = time.monotonic()
+                for call in [threads.submit(store.get, [KEY]) for _ in range(100)]:
+                    assert isinstance(call.exception(timeout=10), TimeoutError)
+                assert time.monotonic() - begin < 5
+
+
+def test_a_host_that_has_restarted_takes_larger_blocks():
+    with host_and_store(700, 100) as (host, store):
+        host.close()
+        with nixl.NixlHost(1400, 200, host.address):
+            with pytest.raises(ValueError, match="blocks must have at most 100 bytes each, got 200"):
+                store.put([KEY], [bytes(200)])
+            store.put([KEY], [bytes(200)])
+            assert bytes(store.get([KEY])[0]) == bytes(200)
 
 
 @pytest.mark.skipif(HAS_NIXL, reason="NIXL is installed, and cannot be told to stall")
