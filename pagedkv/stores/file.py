@@ -103,6 +103,12 @@ class FileStore:
                     found[i] = None
             return found
 
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are there; see `BlockStore.has`."""
+        with self._lock:
+            self._require_open()
+            return [place is not None for place in self._slots.find(keys)]
+
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         with self._lock:

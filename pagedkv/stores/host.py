@@ -53,6 +53,11 @@ class HostStore:
                     block[:] = self._blocks[place[0], : place[1]].data
             return found
 
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are there; see `BlockStore.has`."""
+        with self._lock:
+            return [place is not None for place in self._slots.find(keys)]
+
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         with self._lock:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import Added, ids_of
 from .blocks import CacheBlocks
 from .patient import PatientStore
-from .store import BlockStore, require_room
+from .store import BlockStore, Buffer, require_room
 from .window_blocks import Came, WindowBlocks
-from .wire import BLOCK_TOKENS
+from .wire import BLOCK_TOKENS, Name
 
 _AT_ONCE = 2**24  # bytes that are asked for at a time, so that the next ones come while these are written
-_MOST_KNOWN = 2**16
 
 
 class StoredPrefixes:
@@ -50,7 +49,7 @@ class StoredPrefixes:
     block_tokens : int
         Tokens of a wire block; the same in all caches that share.
     timeout : float
-        Seconds that `load` waits for the store at most.
+        Seconds that `load` and `store` wait for the store at most.
     max_pending_bytes : int
         Bytes that wait at most for the store to take them, at least those of all KV heads of one wire block; what comes
         when there are more is not stored.
@@ -117,7 +116,7 @@ class StoredPrefixes:
                 f"{max_pending_bytes}, which lets no block wait for the store"
             )
         self.num_loaded = self.num_stored = self.num_dropped = 0
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # chained digests that the store was given or had
+        self._waiting: dict[bytes, Future[bool]] = {}  # by its chained digest, what waits for the store to take it
 
     def __enter__(self) -> StoredPrefixes:
         return self
@@ -230,16 +229,19 @@ class StoredPrefixes:
         num_blocks = columns.shape[1] * cache.block_size // size
         ids = ids[: num_blocks * size]
         slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)[:, : len(ids)]
-        windows, has = WindowBlocks(self.windows, ids, root), set[bytes]()
-        given = self.give(self.blocks, slots, dict(enumerate(self.blocks.wire.digests(ids, root))))
+        windows, has, deadline = WindowBlocks(self.windows, ids, root), set[bytes](), self.patient.deadline()
+        given = self.give(self.blocks, slots, dict(enumerate(self.blocks.wire.digests(ids, root))), deadline)
         for blocks, digests in zip(self.windows, windows.digests, strict=True):
             incomplete = blocks.missing(slots).reshape(num_blocks, size).any(axis=1)
-            there = self.give(blocks, slots, {i: digests[i] for i in np.flatnonzero(~incomplete).tolist()})
+            whole = {i: digests[i] for i in np.flatnonzero(~incomplete).tolist()}
+            there = self.give(blocks, slots, whole, deadline)
             has |= {digests[i] for i in there}
         num_given = min({*range(num_blocks + 1)} - given)
         return windows.longest(num_given * size, 0, lambda blocks, digests: [digest in has for digest in digests])
 
-    def give(self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: Mapping[int, bytes]) -> set[int]:
+    def give(
+        self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: Mapping[int, bytes], deadline: float
+    ) -> set[int]:
         """Copy tokens of wire blocks that the store does not have.
 
         Parameters
@@ -250,6 +252,8 @@ class StoredPrefixes:
             As in `CacheBlocks.read`, of a text from its first token on.
         digests : mapping of int to bytes
             The digests of those of its wire blocks that the store is to have, by their number.
+        deadline : float
+            Until when the store may say what it has.
 
         Returns
         -------
@@ -257,13 +261,15 @@ class StoredPrefixes:
             Which of them it then has, or has been given.
         """
         room, size = self.patient.room // blocks.bytes_of_all_heads, blocks.wire.block_tokens
-        missing = [i for i, digest in digests.items() if digest not in self._known]
+        self._waiting = {digest: taken for digest, taken in self._waiting.items() if not taken.done()}
+        asked = [i for i, digest in digests.items() if digest not in self._waiting]
+        there = iter(self.patient.has([name.key for i in asked for name in blocks.names(digests[i])], deadline))
+        missing = [i for i in asked if not all([*islice(there, blocks.num_heads)])]
         given = missing[: max(0, room)]
         for some in _runs(given, max(1, _AT_ONCE // blocks.bytes_of_all_heads)):
             new = [digests[i] for i in some]
             names, content = blocks.read(slots[..., some.start * size : some.stop * size], new)
-            self._know(new)
-            self.patient.put([name.key for name in names], content, partial(self._forget, new))
+            self._waiting |= dict.fromkeys(new, self.patient.put([name.key for name in names], content))
         if blocks is self.blocks:
             self.num_stored += len(given) * size
             self.num_dropped += (len(missing) - len(given)) * size
@@ -274,7 +280,7 @@ class StoredPrefixes:
         return self.patient.flush()
 
     def close(self) -> None:
-        """Wait as `flush` does, and end the threads. The store stays open."""
+        """Wait as `flush` does, end the threads and let go of the store, which stays open."""
         self.flush()
         self.patient.close()
 
@@ -291,13 +297,10 @@ class StoredPrefixes:
             if found and i + at_once < len(digests):
                 following = names[(i - first) // at_once + 1]
                 asked.append(self.patient.ask([name.key for name in following]))
-            opened = self.blocks.open(found, some)
-            whole = i + len(opened) // self.blocks.num_heads
-            self._know(digests[i:whole])
+            opened = self._open(self.blocks, found, some)
             if opened:
                 yield i, opened
             if len(opened) < len(some):
-                self._forget(digests[whole : i + at_once])
                 return
 
     def _fetch(self, came: Came, deadline: float, blocks: CacheBlocks, digests: Sequence[bytes]) -> list[bool]:
@@ -310,19 +313,19 @@ class StoredPrefixes:
             found = self.patient.wait(self.patient.ask([name.key for name in names]), deadline)
             for j, digest in enumerate(some):
                 of_heads = slice(j * num_heads, (j + 1) * num_heads)
-                opened = blocks.open(found[of_heads], names[of_heads])
-                came[digest] = opened or None
-                (self._know if opened else self._forget)([digest])
+                came[digest] = self._open(blocks, found[of_heads], names[of_heads]) or None
         return [came[digest] is not None for digest in digests]
 
-    def _know(self, digests: Sequence[bytes]) -> None:
-        self._known |= dict.fromkeys(digests)
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
-
-    def _forget(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self._known.pop(digest, None)
+    def _open(
+        self, blocks: CacheBlocks, found: Sequence[Buffer | None], names: Sequence[Name]
+    ) -> list[npt.NDArray[np.uint8]]:
+        """As `CacheBlocks.open`; the store forgets damaged blocks, for else it would take no others in their place."""
+        opened = blocks.open(found, names)
+        rest = [*zip(found, names, strict=False)][len(opened) :]
+        damaged = [name.key for block, name in rest if block is not None and blocks.wire.opened(block, name) is None]
+        if damaged:
+            self.patient.remove_damaged(damaged)
+        return opened
 
 
 def _runs(numbers: Sequence[int], most: int) -> Iterator[range]:

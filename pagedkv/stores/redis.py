@@ -14,6 +14,7 @@ from .store import Buffer, require_blocks, sizes_of
 
 _AT_ONCE = 2**20  # bytes of one command and its answer, about
 _ROOM = 2**25  # bytes for blocks that have come, at a time
+_KEYS_AT_ONCE = 2**10  # keys of one call of the script, during which the server answers nobody else
 _LOOKED_AT = 20  # names of the server that a call looks at, about
 # The sorted set `order` is all that the store keeps beside the blocks, so that no part of it can be lost alone. A
 # member is a key and the size of its block, its score the time of the last use. The member "bytes" has minus the sum of
@@ -125,6 +126,10 @@ class RedisStore:
         self._call(keys)
         return found
 
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Say which keys are there; see `BlockStore.has`."""
+        return [size > 0 for size in self._call(keys)]
+
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep copies of blocks; see `BlockStore.put`."""
         require_blocks(keys, sizes_of(blocks), self.capacity)
@@ -149,8 +154,11 @@ class RedisStore:
 
     def _call(self, keys: Sequence[bytes], *, forgets: bool = False) -> list[int]:
         """Use keys, or forget them; returns the bytes of their blocks, 0 where there is none."""
-        if not keys:
-            return []
-        arguments = self._prefix, self.capacity, self._cursor, self._pattern, int(forgets)
-        self._cursor, sizes = self._script([self._order], [*arguments, *keys])
-        return list(sizes)
+        sizes: list[int] = []
+        # The last keys first, so that the first are the most recently used.
+        for stop in range(len(keys), 0, -_KEYS_AT_ONCE):
+            some = keys[max(0, stop - _KEYS_AT_ONCE) : stop]
+            arguments = self._prefix, self.capacity, self._cursor, self._pattern, int(forgets)
+            self._cursor, of_some = self._script([self._order], [*arguments, *some])
+            sizes[:0] = of_some
+        return sizes

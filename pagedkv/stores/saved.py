@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ class SavedSequences:
         Returns
         -------
         bool
-            Whether the store has taken all of it in time.
+            Whether the store has taken all of it in time, and still has it.
 
         Raises
         ------
@@ -106,14 +107,20 @@ class SavedSequences:
         slots = np.atleast_2d(to_host(cache.slots(seq, 0, num_tokens)))
         tokens, root = chains.cache.tokens[slots[cache.layer_groups.leader]], chains._roots[row].tobytes()
         starts = [int(np.count_nonzero(window.missing(slots))) for window in prefixes.windows]
+        given: list[bytes] = []
         for blocks, start in zip((prefixes.blocks, *prefixes.windows), (0, *starts), strict=True):
-            if not self._give(blocks, slots, blocks.wire.digests(tokens, root), start):
+            of_blocks = self._give(blocks, slots, blocks.wire.digests(tokens, root), start)
+            if of_blocks is None:
                 return False
+            given += of_blocks
         numbers = np.concatenate([np.array(starts, np.int32), tokens])
         keys = [self._key(name, root, first) for first in self._firsts(len(numbers))]
         parts = [self._part(key, numbers, first) for key, first in zip(keys, self._firsts(len(numbers)), strict=True)]
         prefixes.patient.remove(keys)
-        return prefixes.patient.put_now(keys, parts)
+        if not prefixes.patient.put_now(keys, parts):
+            return False
+        # Without room for all of it, the store has evicted some blocks for others.
+        return all(prefixes.patient.has([*keys, *given], prefixes.patient.deadline()))
 
     def restore(self, name: str, salt: str | bytes | None = None) -> Restored:
         """Start a sequence like one that was saved.
@@ -150,18 +157,21 @@ class SavedSequences:
         _require_name(name)
         self._prefixes.patient.remove([self._key(name, root_digest(salt), 0)])
 
-    def _give(self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: list[bytes], start: int) -> bool:
-        """Store a text from the token `start` on; whether the store has taken all of it in time."""
+    def _give(
+        self, blocks: CacheBlocks, slots: npt.NDArray[np.int64], digests: list[bytes], start: int
+    ) -> list[bytes] | None:
+        """Store a text from the token `start` on; the keys of its blocks, or None if the store is late."""
         prefixes, size = self._prefixes, blocks.wire.block_tokens
         wanted = dict(enumerate(digests[start // size :], start // size)) if start < slots.shape[1] else {}
         if wanted:
             wanted[start // size] = blocks.wire.without_first(digests[start // size], start % size)
-        given: set[int] = set()
-        while len(given) < len(wanted):
-            before, given = given, prefixes.give(blocks, slots, wanted)
-            if not prefixes.flush() or given == before:
-                return False
-        return True
+        left = iter(wanted.items())
+        while prefixes.flush():
+            some = dict(islice(left, prefixes.patient.room // blocks.bytes_of_all_heads))
+            if not some:
+                return [name.key for digest in wanted.values() for name in blocks.names(digest)]
+            prefixes.give(blocks, slots, some, prefixes.patient.deadline())
+        return None
 
     def _numbers(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
         """What a name leads to, if all parts of it are there: the first token saved for each window, then all ids."""

@@ -14,7 +14,7 @@ Buffer = bytes | bytearray | memoryview
 class BlockStore(Protocol):
     """Keeps blocks of bytes under keys of 16 bytes, and drops the least recently used ones when it is full.
 
-    `HostStore`, `FileStore`, `RedisStore` and `NixlStore` are such, and one of yours needs these three methods. A store
+    `HostStore`, `FileStore`, `RedisStore` and `NixlStore` are such, and one of yours needs these four methods. A store
     may lose blocks at any time, and its methods may raise whatever they like: what does not come is computed. Each
     block that comes is checked before anything of it reaches a cache.
 
@@ -39,6 +39,9 @@ class BlockStore(Protocol):
         sequence of Buffer or None
             The block of each key, or None where there is none. Later calls do not change these bytes.
         """
+
+    def has(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Say for each key whether its block is there; those that are count as used now, as if `get` had read them."""
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[Buffer]) -> None:
         """Keep a copy of each block; a key that is there already keeps its block.

@@ -72,9 +72,21 @@ MUTANTS = [
     ),
     Mutant(
         "prefixes: what the store did not take counts as stored",
-        "partial(self._forget, new)",
-        "partial(self._forget, [])",
+        "if not taken.done()}",
+        "}",
         PREFIXES + "test_what_the_store_did_not_take_is_stored_again",
+    ),
+    Mutant(
+        "prefixes: a damaged block stays",
+        "self.patient.remove_damaged(damaged)",
+        "pass",
+        WINDOWS + "test_damaged_blocks_that_come_are_replaced[cut-without windows]",
+    ),
+    Mutant(
+        "nixl: a host makes room for any number of keys",
+        " or count > _KEYS_AT_ONCE",
+        "",
+        "tests/stores/test_nixl.py::test_a_host_does_not_do_what_no_store_asks_for[too many keys]",
     ),
     Mutant(
         "patient: each call waits for a store that stalls",
@@ -117,6 +129,12 @@ MUTANTS = [
         "self._behind = taken",
         "pass",
         "tests/stores/test_swap.py::test_a_store_that_stalls_is_waited_for_once",
+    ),
+    Mutant(
+        "saved: a store without room for a sequence has saved it",
+        "return all(prefixes.patient.has([*keys, *given], prefixes.patient.deadline()))",
+        "return True",
+        "tests/stores/test_saved.py::test_a_store_without_room_for_all_of_it_has_not_saved_it[28-False-268435456]",
     ),
     Mutant(
         "saved: parts of two texts make one",

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from pagedkv.stores import SavedSequences
+from pagedkv.stores import HostStore, SavedSequences
 
 from .caches import W, committed, contents, make_cache, text
-from .test_prefixes import FaultyStore, fail, make_store, prefixes_of, release
+from .test_prefixes import SIZE, FaultyStore, fail, make_store, prefixes_of, release
 
 NUM_TOKENS = 6 * W + 5
 LONG = 100 * W  # too many ids for one block
@@ -69,6 +69,24 @@ def test_what_is_lost_is_missing_at_the_end():
     assert num_cached % W == 0
     assert num_cached < NUM_TOKENS == len(tokens)
     np.testing.assert_array_equal(contents(cache, cache.slots(seq, 0, num_cached)), before[:, :, :num_cached])
+
+
+def test_what_the_store_has_evicted_is_saved_again():
+    cache, store = make_cache(), HostStore(8 * 4 * SIZE, SIZE)
+    seq, saves = committed(cache, text(NUM_TOKENS)), saved_in(cache, store)
+    assert saves.save(seq, "a chat")
+    saved(store, "another chat", text(NUM_TOKENS, 1))
+    assert saves.save(seq, "a chat")
+    assert saved_in(make_cache(), store).restore("a chat").num_cached == NUM_TOKENS
+
+
+@pytest.mark.parametrize("max_pending_bytes", [2**28, 4 * SIZE])
+@pytest.mark.parametrize(("num_slots", "is_saved"), [(7 * 4, False), (7 * 4 + 1, True)])
+def test_a_store_without_room_for_all_of_it_has_not_saved_it(num_slots, is_saved, max_pending_bytes):
+    cache = make_cache()
+    seq = committed(cache, text(NUM_TOKENS))
+    prefixes = prefixes_of(cache, HostStore(num_slots * SIZE, SIZE), max_pending_bytes=max_pending_bytes)
+    assert SavedSequences(prefixes).save(seq, "a chat") is is_saved
 
 
 def of_another_text(parts):

@@ -64,6 +64,8 @@ def test_what_was_put_is_there_until_it_is_removed(store):
     put(store, 1, 2, 3)
     put(store)
     assert here(store, 3, 0, 1, 2) == [3, 1, 2]
+    assert [*store.has(keys(3, 0, 1, 2))] == [True, False, True, True]
+    assert [*store.has([])] == []
     store.remove(keys(2, 5))
     store.remove([])
     assert here(store, 1, 2, 3) == [1, 3]
@@ -87,8 +89,9 @@ def test_the_least_recently_used_blocks_make_room(store):
     put(store, 1, 2, 3)
     put(store, 4, 5, 6)
     assert here(store, 2) == [2]
-    put(store, 7)
-    assert here(store, *range(8)) == [1, 2, 4, 5, 6, 7]
+    store.has(keys(1))
+    put(store, 7, 8)
+    assert here(store, *range(9)) == [1, 2, 4, 5, 7, 8]
 
 
 def test_the_beginning_of_a_long_sequence_is_kept(store):

@@ -225,6 +225,33 @@ def test_a_fault_in_the_windows_costs_a_computation_and_no_wrong_token(fault):
     assert_goes_on(other, computed(other, tokens), tokens)
 
 
+DAMAGES = {"damaged": damage, "cut": lambda block: bytes(block)[:-8], "zeros": lambda block: bytes(len(block))}
+
+
+@pytest.mark.parametrize("windows", [None, WINDOWS], ids=["without windows", "windows"])
+@pytest.mark.parametrize("change", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_blocks_that_come_are_replaced(change, windows):
+    tokens, store = text(NUM_TOKENS), make_store()
+    with prefixes_of(cache := windowed(windows=windows), store) as prefixes:
+        computed(cache, tokens)
+        prefixes.store(tokens)
+    keys = [*store._slots._used][::5]
+    damaged = [change(block) for block in store.get(keys)]
+    store.remove(keys)
+    store.put(keys, damaged)
+    with prefixes_of(other := windowed(windows=windows), store) as prefixes:
+        assert prefixes.load(tokens) < FULL
+        for _ in range(3):  # it comes to those in windows once the others are whole
+            prefixes.load(tokens)
+            other.free(computed(other, tokens))
+            assert prefixes.store(tokens) == FULL
+            assert prefixes.flush()
+            other.reset()
+    with prefixes_of(last := windowed(windows=windows), store) as prefixes:
+        assert prefixes.load(tokens) == FULL
+    assert assert_found_is_written(last, tokens) == FULL
+
+
 def test_a_store_that_stalls_in_the_windows_is_not_waited_for():
     tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed()
     computed(cache, tokens)
