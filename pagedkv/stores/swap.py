@@ -252,8 +252,15 @@ class SwapSpace:
             )
         return self._append(seq, copy, self._patient.deadline())
 
+    def __enter__(self) -> SwapSpace:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """End the threads that ask the store; sequences that are out cannot come back."""
+        """Let go of the store, and of host memory taken for it; sequences that are out cannot come back."""
+        self._out.clear()
         self._patient.close()
 
     def _find(self, seqs: Any) -> tuple[npt.NDArray[np.int64], list[int]]:

@@ -170,7 +170,8 @@ class Engine:
         self.cache = make_kv_cache(model, num_blocks, block_size, **{"memory": memory, "max_seq_len": most} | options)
         require_one_rotation(model, self.cache.max_seq_len, block_size)
         of_steps: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
-        self.scheduler = Scheduler(self.cache, **of_steps, swap=make_swap_space(model, self.cache, swap))
+        self._swap = make_swap_space(model, self.cache, swap)
+        self.scheduler = Scheduler(self.cache, **of_steps, swap=self._swap)
         self._model, self._tokenizer = model, tokenizer
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
@@ -359,7 +360,9 @@ class Engine:
         self._is_interrupted = False
 
     def close(self) -> None:
-        """Let the ranks that follow return, and take no more calls; a model on one rank has no need of it."""
+        """Let the ranks that follow return, let go of `swap`, and take no more calls; others have no need of it."""
+        if self._swap is not None:
+            self._swap.close()
         if self._ranks is not None and not (self._is_busy or self._is_interrupted):
             self._is_interrupted = True
             self._ranks.tell()

@@ -1,6 +1,7 @@
 """Engine: the same tokens as ``model.generate`` beside any other requests, and no lost blocks."""
 
 import copy
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -74,6 +75,14 @@ def test_greedy_tokens_are_those_of_generate(model, expected, options, device):
     assert (engine.scheduler.num_preempted > 0) == (options.get("num_blocks") == 13)
     assert (engine.scheduler.num_swapped > 0) == ("swap" in options)
     assert (engine.cache.stats().hit_tokens > 0) == options.get("prefix_cache", True)
+
+
+def test_a_closed_engine_keeps_no_memory_for_swaps(model):
+    engine = engine_for(model, swap="1MiB")
+    store = ref(engine._swap._patient._store)
+    for _ in range(2):
+        engine.close()
+        assert store() is None
 
 
 @pytest.mark.parametrize("family", ["Bloom", "StableLm"])
