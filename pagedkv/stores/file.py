@@ -47,6 +47,8 @@ class FileStore:
     ------
     ValueError
         The file is none of a FileStore, is damaged, or has other sizes. It stays as it is.
+    FileNotFoundError
+        There is no such folder.
     BlockingIOError
         Another process, or another store of this one, has it open.
 
@@ -73,6 +75,11 @@ class FileStore:
         self._first = -(-(_PAGE + self._slots.num_slots * _ENTRY_BYTES) // _PAGE) * _PAGE
         if not self._path.exists():
             self._make()
+        if not self._path.is_file():
+            raise ValueError(
+                f"path must be a file that a FileStore made, or none yet, got {self._path}, which is no regular file, "
+                "nor a link to one"
+            )
         self._file: BinaryIO = open(self._path, "r+b", buffering=0)  # noqa: SIM115
         try:
             _hold(self._file, self._path)
@@ -138,6 +145,8 @@ class FileStore:
 
     def _make(self) -> None:
         """Make the file under another name, and give it its own when it is whole, unless another process did."""
+        if not self._path.parent.is_dir():
+            raise FileNotFoundError(f"path must be in a folder that is there, got {self._path}: make the folder first")
         with NamedTemporaryFile(dir=self._path.parent, prefix=f".{self._path.name}-", delete=False) as file:
             try:
                 file.write(self._sizes())

@@ -1,6 +1,7 @@
 """The file of a FileStore: whole at any moment, one process's at a time, never taken for something else."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -118,6 +119,42 @@ def test_foreign_and_damaged_files_are_refused(path, change, message):
     with pytest.raises(ValueError, match=message):
         FileStore(path, **SIZES)
     assert path.read_bytes() == content
+
+
+def link(path):
+    path.symlink_to(path.parent / "nothing")
+
+
+def link_to_itself(path):
+    path.symlink_to(path)
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such files")
+@pytest.mark.parametrize("make", [os.mkdir, getattr(os, "mkfifo", None), link, link_to_itself, bind])
+def test_what_is_no_regular_file_is_refused(path, make):
+    make(path)
+    before = path.lstat()
+    message = (
+        "path must be a file that a FileStore made, or none yet, got .*blocks, which is no regular file, nor a link"
+    )
+    with pytest.raises(ValueError, match=message):
+        FileStore(path, **SIZES)
+    assert path.lstat().st_ino == before.st_ino
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_a_folder_that_is_not_there_is_named(path):
+    path.write_text("a file")
+    for missing in (path.parent / "folder" / "blocks", path / "blocks"):
+        with pytest.raises(
+            FileNotFoundError, match=r"must be in a folder that is there, got .*blocks: make the folder"
+        ):
+            FileStore(missing, **SIZES)
 
 
 def test_other_sizes_are_refused(path):
