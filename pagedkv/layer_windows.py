@@ -9,8 +9,13 @@ from typing import Any, NamedTuple
 
 from .memory.arguments import as_int
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-LAYER_TYPES = {_FULL, _SLIDING}
+_FULL, _SLIDING, _LINEAR, _HYBRID = "full_attention", "sliding_attention", "linear_attention", "hybrid"
+ATTENDING = {_FULL, _SLIDING, _HYBRID}
+WITH_STATE = {_LINEAR, _HYBRID, "conv"}  # a hybrid layer has both
+LAYER_TYPES = ATTENDING | WITH_STATE | {"mlp", "moe"}
+_OLDER_NAMES = {"attention": _FULL, "mamba": _LINEAR}
+# What a letter of Nemotron-H's pattern stands for.
+_OF_PATTERN = {"M": _LINEAR, "*": _FULL, "E": "moe", "-": "mlp"}
 # What the layers are where `layer_types` is missing, as in config.json of older models: every n-th layer sees all
 # tokens, or none does. Layers of other models see all, whatever `sliding_window` says.
 _FULL_EVERY = {
@@ -25,17 +30,20 @@ _FULL_EVERY = {
 }
 _ALL_SLIDE = {"ministral", "ministral3", "mistral", "mixtral", "phi3", "phi4_multimodal", "qwen3_moe", "starcoder2"}
 _FIRST_LAYERS_FULL = {"qwen2", "qwen3"}
+_LINEAR_BUT_EVERY_FOURTH = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+# The key of the layers that attend, and the type of the others.
+_ATTENDING_LAYERS = {"bamba": ("attn_layer_indices", _LINEAR), "lfm2": ("full_attn_idxs", "conv")}
 _SLIDE_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 # Entries that say that layers keep something else than K and V of each KV head.
 _OTHERWISE = {
     "attention_chunk_size": "has layers that attend in chunks",
-    "attn_type_list": "has layers with a state in place of keys and values",
     "block_configs": "has layers of several shapes",
     "cross_attention_layers": "has layers that attend to an image",
     "kv_lora_rank": "caches latent keys and values (MLA)",
     "use_cla": "has layers that read the keys and values of other layers",
 }
-_OF_STATES = ("conv_L_cache", "linear_", "lru_", "mamba_", "ssm_")
+# How the names of entries begin that describe states.
+OF_STATES = ("attn_type_list", "conv_L_cache", "linear_", "lru_", "mamba_", "ssm_")
 _SHAPE = {
     "head_dim": re.compile(r"head_dim$|head_size$|^kv_channels$"),
     "num_key_value_heads": re.compile(r"key_value_heads|kv_heads"),
@@ -47,18 +55,26 @@ class LayerWindows(NamedTuple):
 
     Attributes
     ----------
+    layers : list of int
+        The layers of the model that attend. A cache counts these alone.
     windows : list of int or None
-        For each layer, the tokens that a query sees, its own among them; None for all.
+        For each of these, the tokens that a query sees, its own among them; None for all.
     same_as : dict of int to int
-        Layers that read the K and V of another layer, and which.
+        Which of these read the K and V of another one, and of which.
     """
 
+    layers: list[int]
     windows: list[int | None]
     same_as: dict[int, int]
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of PagedKVCache and `kv_bytes`."""
+        return {"windows": self.windows, "same_as": self.same_as}
+
 
 def unequal_layers(config: Mapping[str, Any]) -> str | None:
-    """Why the layers of a model do not all keep K and V, and of one shape; None if they do.
+    """Why the layers of a model that attend do not all keep K and V of one shape; None if they do.
 
     Any entry that names a head size or a number of KV heads counts as one of some layers: a model that nobody knows yet
     is rather refused than counted wrongly.
@@ -77,8 +93,9 @@ def unequal_layers(config: Mapping[str, Any]) -> str | None:
     for name, reason in _OTHERWISE.items():
         if config.get(name):
             return reason
-    if any(name.startswith(_OF_STATES) for name in config):
-        return "has layers with a state in place of keys and values"
+    config = {name: value for name, value in config.items() if not name.startswith(OF_STATES)}
+    if config.get("model_type") == "zamba2":  # whose attention reads two hidden sizes, and no layer kv_channels
+        config["kv_channels"] = config["head_dim"] = config.get("attention_head_dim")
     num_heads = config.get("num_attention_heads")
     if config.get("multi_query") and "num_key_value_heads" not in config:
         return "has multi_query, with which num_attention_heads does not say how many KV heads there are"
@@ -95,8 +112,8 @@ def unequal_layers(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
-    """Read which K and V the layers of a model need.
+def layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Read the type of each layer of a model, by its name in transformers.
 
     Parameters
     ----------
@@ -108,30 +125,45 @@ def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
     Raises
     ------
     TypeError, ValueError
-        An entry is not as transformers has it, or layers attend in another way, such as in chunks.
+        An entry is not as transformers has it.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, (str, NoneType)):
         raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
-    kinds = config.get("layer_types") or _usual_types(config, model_type, num_layers)
-    if not isinstance(kinds, (list, tuple)):
-        raise TypeError(f"layer_types must be a list with a name for each layer, got {type(kinds).__name__}")
-    kinds = [str(kind) for kind in kinds]
-    if len(kinds) != num_layers:
-        raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(kinds)}")
-    if others := set(kinds) - LAYER_TYPES:
-        raise ValueError(f"layer_types must be {_FULL} or {_SLIDING}, got {', '.join(sorted(others))}")
-    window = config.get("sliding_window")
+    types = config.get("layer_types") or config.get("layers_block_type")
+    types = types or _usual_types(config, model_type, num_layers)
+    if not isinstance(types, (list, tuple)):
+        raise TypeError(f"layer_types must be a list with a name for each layer, got {type(types).__name__}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(types)}")
+    return [_OLDER_NAMES.get(str(one), str(one)) for one in types]
+
+
+def layer_windows(config: Mapping[str, Any], num_layers: int) -> LayerWindows:
+    """Read which K and V the layers of a model need; parameters and errors as of `layer_types`.
+
+    Raises
+    ------
+    ValueError
+        Also if layers attend in another way, such as in chunks.
+    """
+    types = layer_types(config, num_layers)
+    if others := set(types) - LAYER_TYPES:
+        known = ", ".join(sorted(LAYER_TYPES))
+        raise ValueError(f"layer_types must be of {known}, got {', '.join(sorted(others))}")
+    layers = [layer for layer, kind in enumerate(types) if kind in ATTENDING]
+    kinds = [_SLIDING if types[layer] == _SLIDING else _FULL for layer in layers]
+    model_type, window = config.get("model_type"), config.get("sliding_window")
     if not window or not config.get("use_sliding_window", model_type not in _SLIDE_ON_REQUEST):
         window = None
     else:
         window = as_int("sliding_window", window, minimum=1)
     windows = [window if kind == _SLIDING else None for kind in kinds]
-    num_own = num_layers - as_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0)
-    last = {kind: layer for layer, kind in enumerate(kinds[: max(0, num_own)])}
+    num_own = len(kinds) - as_int("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0)
+    last = {kind: place for place, kind in enumerate(kinds[: max(0, num_own)])}
     if missing := set(kinds) - set(last):
         raise ValueError(f"num_kv_shared_layers must leave a layer of {', '.join(sorted(missing))} with K and V")
-    return LayerWindows(windows, {layer: last[kinds[layer]] for layer in range(num_own, num_layers)})
+    return LayerWindows(layers, windows, {place: last[kinds[place]] for place in range(num_own, len(kinds))})
 
 
 def _usual_types(config: Mapping[str, Any], model_type: str | None, num_layers: int) -> list[str]:
@@ -144,4 +176,14 @@ def _usual_types(config: Mapping[str, Any], model_type: str | None, num_layers: 
     if model_type in _FULL_EVERY:
         every = as_int("sliding_window_pattern", config.get("sliding_window_pattern") or _FULL_EVERY[model_type])
         return [_SLIDING if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    if model_type == "falcon_h1":
+        return [_HYBRID] * num_layers
+    if isinstance(pattern := config.get("hybrid_override_pattern"), str):
+        return [_OF_PATTERN.get(letter, letter) for letter in pattern]
+    if model_type in _ATTENDING_LAYERS:
+        key, others = _ATTENDING_LAYERS[model_type]
+        return [_FULL if layer in (config.get(key) or ()) else others for layer in range(num_layers)]
+    if model_type in _LINEAR_BUT_EVERY_FOURTH:
+        every = as_int("full_attention_interval", config.get("full_attention_interval", 4), minimum=1)
+        return [_LINEAR if (layer + 1) % every else _FULL for layer in range(num_layers)]
     return [_FULL] * num_layers

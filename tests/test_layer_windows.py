@@ -1,4 +1,7 @@
-"""Windows, and layers that share K and V, of configurations; tests/integrations/transformers asks real models."""
+"""Layers that attend, windows, and layers that share K and V, of configurations.
+
+tests/integrations/transformers asks real models.
+"""
 
 import pytest
 
@@ -27,12 +30,34 @@ KINDS = ["sliding_attention", "full_attention"] * 2
     ],
 )
 def test_windows(config, windows):
-    assert layer_windows(config, 4) == (windows, {})
+    assert layer_windows(config, 4) == ([0, 1, 2, 3], windows, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "windows"),
+    [
+        ({"model_type": "qwen3_next", "full_attention_interval": 2}, [1, 3], [None, None]),
+        ({"model_type": "olmo_hybrid"}, [3], [None]),
+        ({"model_type": "falcon_h1"}, [0, 1, 2, 3], [None] * 4),
+        ({"model_type": "bamba", "attn_layer_indices": [2]}, [2], [None]),
+        ({"model_type": "bamba", "attn_layer_indices": None}, [], []),
+        ({"model_type": "lfm2", "full_attn_idxs": [0, 3]}, [0, 3], [None, None]),
+        ({"hybrid_override_pattern": "ME*-"}, [2], [None]),
+        ({"layers_block_type": ["mamba", "hybrid", "attention", "moe"]}, [1, 2], [None, None]),
+        (
+            {"layer_types": ["conv", "sliding_attention", "mlp", "full_attention"], "sliding_window": 24},
+            [1, 3],
+            [24, None],
+        ),
+    ],
+)
+def test_layers_without_keys_take_no_place(config, layers, windows):
+    assert layer_windows(config, 4) == (layers, windows, {})
 
 
 def test_the_last_layers_read_the_last_layer_of_their_type_that_has_keys():
     config = {"layer_types": KINDS * 2, "sliding_window": 24, "num_kv_shared_layers": 3}
-    assert layer_windows(config, 8) == ([24, None] * 4, {5: 3, 6: 4, 7: 3})
+    assert layer_windows(config, 8) == ([*range(8)], [24, None] * 4, {5: 3, 6: 4, 7: 3})
 
 
 @pytest.mark.parametrize(
@@ -41,11 +66,11 @@ def test_the_last_layers_read_the_last_layer_of_their_type_that_has_keys():
         ({"layer_types": KINDS[:3]}, r"^layer_types must have 4 entries, one for each layer, got 3$"),
         (
             {"layer_types": ["chunked_attention", "full_attention"] * 2},
-            r"^layer_types must be full_attention or sliding_attention, got chunked_attention$",
+            r"^layer_types must be of conv, full_attention, .*, moe, sliding_attention, got chunked_attention$",
         ),
         (
             {"layer_types": [["full_attention"], 7, None, "full_attention"]},
-            r"^layer_types must be full_attention or sliding_attention, got 7, None, \['full_attention'\]$",
+            r"^layer_types must be of conv, .*, got 7, None, \['full_attention'\]$",
         ),
         ({"layer_types": KINDS, "sliding_window": -1}, r"^sliding_window must be at least 1, got -1$"),
         (
@@ -114,19 +139,15 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
         (HEADS | {"use_cla": True}, "has layers that read the keys and values of other layers"),  # Hunyuan
         (HEADS | {"attention_chunk_size": 8192}, "has layers that attend in chunks"),  # Llama 4
         (HEADS | {"cross_attention_layers": [3, 8]}, "has layers that attend to an image"),  # Llama 3.2
-        *(
-            (HEADS | {name: value}, "has layers with a state in place of keys and values")
-            for name, value in [
-                ("mamba_d_state", 16),  # Jamba, Bamba, Zamba
-                ("linear_key_head_dim", 128),  # Qwen 3-Next
-                ("lru_width", 2560),  # RecurrentGemma
-                ("conv_L_cache", 3),  # LFM 2
-                ("attn_type_list", [0, 1]),  # MiniMax
-            ]
-        ),
         (HEADS | {"global_head_dim": 256, "kv_channels": None, "multi_query": False, "use_cla": False}, None),
         (HEADS | {"per_layer_config": {"1": {"intermediate_size": 64, "head_dim": 256}}}, None),
         ({"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}, None),  # Qwen 1
+        (HEADS | {"linear_key_head_dim": 128, "mamba_head_dim": 64}, None),  # of states
+        (
+            {"num_attention_heads": 32, "hidden_size": 2560, "kv_channels": 80}
+            | {"model_type": "zamba2", "attention_head_dim": 160},
+            None,
+        ),
         (HEADS | {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10}, None),  # Gemma 3n
     ],
 )

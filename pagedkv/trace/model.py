@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..layer_states import LayerStates, layer_states
 from ..layer_windows import LayerWindows, layer_windows, unequal_layers
-from ..layouts import FLOAT_DTYPES, FP8_KINDS
+from ..layouts import FLOAT_DTYPES, FP8_KINDS, storage_dtype
 from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
 from ..memory.groups import LayerGroups
-from ..memory.sizing import blocks_in, kv_bytes
+from ..memory.sizing import blocks_in, bytes_of, kv_bytes
 from ..typing import KvDtype
 
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_BYTES = 2**63  # of K and V
 # The keys of a model's shape in config.json of transformers.
 CONFIG = {"num_layers": "num_hidden_layers", "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+_LAYERS = "layers_block_type"  # which Nemotron-H has in place of num_hidden_layers
 
 
 class Model(NamedTuple):
-    """What the config of a model says of its K and V.
+    """What the config of a model says of its K and V, and of states.
 
     Attributes
     ----------
     shape : dict
-        Arguments of `kv_bytes`.
+        Arguments of `kv_bytes`; num_layers are those that attend.
     layers : LayerWindows
-        Which K and V each layer needs.
+        Which K and V each of these needs.
+    states : LayerStates
+        Which layers have a state, and its shapes.
     """
 
     shape: dict[str, Any]
     layers: LayerWindows
+    states: LayerStates
 
 
 def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> Model:
@@ -53,7 +59,8 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
     OSError
         The file cannot be read.
     ValueError
-        It is no JSON, does not say the shape, or the model's layers do not all keep K and V of one shape.
+        It is no JSON, does not say the shape, or the model's layers do not all keep K and V of one shape, or states of
+        a known kind.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -67,6 +74,8 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
         if reason := unequal_layers(config):
             raise ValueError(f"it {reason}")
         known = {"num_key_value_heads": heads, "head_dim": width // heads if heads else 0}
+        known |= {"head_dim": config["attention_head_dim"]} if "attention_head_dim" in config else {}  # Zamba 2
+        known |= {"num_hidden_layers": len(config[_LAYERS])} if isinstance(config.get(_LAYERS), list) else {}
         known |= {theirs: given[ours] for ours, theirs in CONFIG.items() if ours in given} | config
         if missing := [theirs for theirs in CONFIG.values() if not known.get(theirs)]:
             raise ValueError(f"it has no {', '.join(missing)}")
@@ -75,7 +84,8 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
         dtype = next(filter(None, dtypes), None)
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
-        return Model(shape, layer_windows(config, shape["num_layers"]))
+        layers, states = layer_windows(config, shape["num_layers"]), layer_states(config, shape["num_layers"])
+        return Model(shape | {"num_layers": len(layers.layers)}, layers, states)
     except OSError as error:
         raise OSError(
             f"--config {file} cannot be read ({error.strerror}): give a model's config.json, or the folder with it; "
@@ -135,8 +145,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """Compute the bytes of a token, of a block, and of sequences.
 
-    Where layers have a window or share K and V, say also what the layers of a sequence need if none is padded, what
-    they would take if all of them kept all tokens, and how the layers are grouped.
+    Where layers have a state, say also what the state of a sequence takes, and so does a snapshot of it, and how many
+    tokens have K and V of as many bytes. Where layers have a window or share K and V, say also what the layers of a
+    sequence need if none is padded, what they would take if all of them kept all tokens, and how they are grouped.
 
     Returns
     -------
@@ -144,7 +155,7 @@ def run(
         A row for the shape and one for each length.
     """
     given = {name: value for name, value in shape.items() if value is not None}
-    read = read_config(config, given) if config else Model({}, LayerWindows([], {}))
+    read = read_config(config, given) if config else Model({}, LayerWindows([], [], {}), LayerStates([], {}))
     model = {"dtype": "float16"} | read.shape | given
     missing = [name for name in CONFIG if name not in model]
     if missing:
@@ -154,7 +165,7 @@ def run(
     block_bytes_of_all = _bytes(1, **model, block_size=block_size)
     layers: dict[str, Any] = {}
     if "num_layers" not in given and (any(read.layers.windows) or read.layers.same_as):
-        layers = read.layers._asdict()
+        layers = read.layers.options
     groups = LayerGroups.of(
         layers.get("windows"), model["num_layers"], block_size, same_as=layers.get("same_as"), group_size=group_size
     )
@@ -162,9 +173,17 @@ def run(
     own: dict[str, Any] = {"same_as": layers.get("same_as"), "group_size": 1}  # without windows and padding
     head = {name: model[name] for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
     head |= {"bytes of a token": kv_bytes(1, **model, **own), f"of a block of {block_size}": block_bytes}
-    room = None if memory is None else blocks_in(memory, block_bytes, Arrays("numpy", None))
-    if room is not None:
-        longest = groups.longest(room)
+    state_bytes = sum(
+        math.prod(of_all) * storage_dtype(dtype, None).itemsize
+        for of_all, dtype in read.states.arrays(model["dtype"]).values()
+    )
+    if state_bytes:
+        head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / head["bytes of a token"])}
+    room = None
+    if memory is not None:
+        blocks_in(memory, block_bytes, Arrays("numpy", None))  # at least one
+        room = bytes_of("memory", memory, Arrays("numpy", None))
+        longest = groups.longest(max(0, room - state_bytes) // block_bytes)
         head["longest sequence"] = "any" if longest == MAX_INT64 else longest
     if layers or len(groups.groups) > 1:
         head["groups of layers"] = (
@@ -180,7 +199,10 @@ def run(
             needed = kv_bytes(tokens, **model, block_size=block_size, windows=layers["windows"], **own)
             without = kv_bytes(tokens, **model, block_size=block_size, **own)
             row |= {"GiB needed": needed / 2**30, "GiB without windows": without / 2**30}
+        if state_bytes:
+            row["GiB with its state"] = (num_bytes + state_bytes) / 2**30
         if room is not None:
-            row["sequences"] = room // blocks if blocks else "any"
+            taken = num_bytes + state_bytes
+            row["sequences"] = room // taken if taken else "any"
         rows.append(row)
     return rows

@@ -156,7 +156,9 @@ RULES = {
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),
     "no backend looks at reference": Rule(ours(*BACKENDS, "kernels"), ours("reference"), ()),
     "trace knows no operation and no backend": Rule(
-        ours("trace"), ours(*TOP - {"trace"}), ours("memory", "drawing", "errors", "layer_windows", "layouts", "typing")
+        ours("trace"),
+        ours(*TOP - {"trace"}),
+        ours("memory", "drawing", "errors", "layer_states", "layer_windows", "layouts", "typing"),
     ),
     "drawing takes arrays": Rule(ours("drawing"), ours(*TOP - {"drawing"}), ours("errors")),
     "the testing kit asks backends by their operations": Rule(

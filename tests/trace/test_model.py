@@ -1,6 +1,7 @@
 """`python -m pagedkv kv-bytes`: shapes from config.json, and errors for files without one."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,56 @@ def test_what_fits(tmp_path, capsys):
     assert printed(tmp_path, capsys, LLAMA, "--memory", "24GiB")[0]["longest sequence"] == 24 * 2**30 // 2**19
 
 
+# What published configurations say of their layers.
+QWEN = {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "num_key_value_heads": 4, "head_dim": 256}
+QWEN |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16}
+QWEN |= {"linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+NANO = {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "mamba_num_heads": 64}
+NANO |= {"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+MAMBA = {"mamba_d_conv": 4, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_n_heads": 128, "mamba_d_head": 64}
+LFM = {"hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 64, "conv_L_cache": 3}
+HYBRIDS = {
+    "Qwen 3.5 27B": {"model_type": "qwen3_5", "text_config": QWEN | {"dtype": "bfloat16"}},
+    "Qwen 3.5 35B-A3B": QWEN
+    | {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_key_value_heads": 2}
+    | {"linear_num_value_heads": 32},
+    "Qwen 3-Next 80B-A3B": QWEN
+    | {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_key_value_heads": 2, "linear_num_value_heads": 32},
+    "Nemotron 3 Nano 30B-A3B": NANO
+    | {"model_type": "nemotron_h", "num_hidden_layers": 52, "num_key_value_heads": 2, "head_dim": 128},
+    "Granite 4.0 H Small": MAMBA
+    | {"model_type": "granitemoehybrid", "num_hidden_layers": 40, "num_key_value_heads": 8, "head_dim": 128}
+    | {"layer_types": ["mamba" if layer % 10 != 5 else "attention" for layer in range(40)]},
+    "Falcon-H1 7B": MAMBA
+    | {"model_type": "falcon_h1", "num_hidden_layers": 44, "num_key_value_heads": 2, "head_dim": 128}
+    | {"mamba_n_heads": 24, "mamba_d_head": "auto", "mamba_d_state": 256, "mamba_d_ssm": 3072},
+    "LFM2 1.2B": LFM | {"model_type": "lfm2", "full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_key_value_heads": 8},
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_docs_say_what_states_take(tmp_path, capsys, name):
+    head, row = printed(tmp_path, capsys, {"torch_dtype": "bfloat16"} | HYBRIDS[name], "--memory", "24GiB")
+    read = read_config(str(tmp_path))
+    token, state = head["bytes of a token"], head["of a state"]
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "which-models.md").read_text()
+    [line] = [line for line in page.split("## What states take")[1].splitlines() if line.startswith(f"| {name} |")]
+    mib = f"{state / 2**20:.1f}" if state > 2**20 else f"{state / 2**20:.2f}"
+    sizes = [f"{token // 1024} KiB", f"{mib} MiB", f"{head['a state in tokens']:,} tokens"]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+        str(len(read.states.layers)),
+        str(head["num_layers"]),
+        *sizes,
+    ]
+    assert row["sequences"] == 24 * 2**30 // (4096 * token + state)
+    assert head["longest sequence"] == (24 * 2**30 - state) // (16 * token) * 16
+
+
+def test_a_state_that_does_not_fit(tmp_path, capsys):
+    head, row = printed(tmp_path, capsys, HYBRIDS["Qwen 3.5 27B"], "--memory", "100MiB")
+    assert (head["longest sequence"], row["sequences"]) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -141,6 +192,26 @@ def test_what_fits(tmp_path, capsys):
             "layer_types must have 32 entries",
         ),
         (json.dumps(LLAMA | {"layer_types": 5}), "(layer_types must be a list with a name for each layer, got int)"),
+        (json.dumps(LLAMA | {"model_type": "jamba", "mamba_d_state": 16}), "(Mamba 1) that begin each chunk"),
+        *(
+            (
+                json.dumps(LLAMA | {name: value}),
+                "(it has layers with a state of a kind that pagedkv does not know)",
+            )
+            for name, value in [
+                ("mamba_d_state", 16),
+                ("linear_key_head_dim", 128),
+                ("lru_width", 2560),  # RecurrentGemma
+                ("conv_L_cache", 3),
+                ("attn_type_list", [0, 1]),  # MiniMax
+                ("layers_block_type", ["mamba"] * 32),
+            ]
+        ),
+        (json.dumps(LLAMA | {"model_type": "lfm2", "full_attn_idxs": [3]}), "it has no conv_L_cache"),
+        (
+            json.dumps(LLAMA | MAMBA | {"model_type": "granitemoehybrid", "layer_types": ["mamba"] * 32}),
+            "it has no layer with keys and values",
+        ),
         (json.dumps(LLAMA | {"dtype": "int4"}), "dtype must be float32, float16 or bfloat16, got 'int4'"),
         ("[" * 100_000, "maximum recursion depth exceeded"),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**3999}), "the K and V take more than 2**63 bytes"),

@@ -43,7 +43,7 @@ def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: in
     """Make a PagedKVCache for a model; if ranks share the model, of as many blocks as each of them has room for."""
     num_layers, num_kv_heads, head_dim = kv_shape(model)
     where = {"dtype": dtype_of_values(model), "array_module": torch, "device": model.device}
-    options = where | kv_windows(model)._asdict() | options
+    options = where | kv_windows(model).options | options
     sizes: Any = num_layers, num_blocks, block_size, num_kv_heads, head_dim
     made = PagedKVCache(*sizes, **options)
     if num_ranks(model) > 1:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
+from ...layer_states import LayerStates, layer_states, why_no_states
 from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows, unequal_layers
 
 CACHE_NAMES = "cache", "past_key_values"  # of a model's input; the second one before transformers 5.24
@@ -54,16 +55,22 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(num_layers, num_kv_heads, head_dim) of a supported model: of this rank, if ranks divide the heads."""
+    """(num_layers, num_kv_heads, head_dim) of a supported model: layers that attend, and heads of this rank."""
     config = text_config(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, _num_kv_heads(config) // heads_divided_by(model), head_dim
+    return len(kv_windows(model).layers), _num_kv_heads(config) // heads_divided_by(model), head_dim
 
 
 def kv_windows(model: PreTrainedModel) -> LayerWindows:
-    """Which tokens the layers of a supported model see, and which of them have no K and V of their own."""
+    """Which layers of a supported model attend, to which tokens, and which have no K and V of their own."""
     config = text_config(model)
     return layer_windows(config.to_dict(), config.num_hidden_layers)
+
+
+def kv_states(model: PreTrainedModel) -> LayerStates:
+    """Which layers of a supported model have a state, and its shapes."""
+    config = text_config(model)
+    return layer_states(config.to_dict(), config.num_hidden_layers)
 
 
 def heads_divided_by(model: PreTrainedModel) -> int:
@@ -204,10 +211,14 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "is an encoder-decoder, whose cross-attention sees tokens that are no part of its sequence"
     if several := _SHAPE & (config.per_layer_attributes or set()):
         return f"has layers of several {', '.join(sorted(several))}"
-    if model._is_stateful or not hasattr(config, "num_attention_heads"):
+    if not hasattr(config, "num_attention_heads"):
         return "has layers with a state in place of keys and values (Mamba)"
+    if reason := why_no_states(config.to_dict()):
+        return reason
     if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
+    if kv_states(model).layers or model._is_stateful:
+        return "has layers with a state in place of keys and values"
     # The masks of these have it, and nothing else.
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if (

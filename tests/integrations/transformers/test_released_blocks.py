@@ -100,7 +100,7 @@ def test_an_engine_holds_what_windows_need(model):
     for num_new in range(1, NEW - 1):
         engine.step()
         num_tokens = len(LONG) + num_new
-        held = kv_bytes(num_tokens, *kv_shape(model), block_size=P, **kv_windows(model)._asdict())
+        held = kv_bytes(num_tokens, *kv_shape(model), block_size=P, **kv_windows(model).options)
         # The commit of a full block gives one back that kv_bytes still counts.
         at_most_one_each = len(groups.groups) * cache.stats().num_bytes // cache.pool.num_blocks
         assert held - at_most_one_each <= cache.stats().used_bytes <= held
