@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 CACHE = "tests/integrations/transformers/test_cache.py::"
 ENGINE = "tests/integrations/transformers/test_engine.py::"
+HYBRIDS = "tests/integrations/transformers/test_hybrids.py::"
 RANKS = "tests/integrations/transformers/test_ranks.py::"
 MACHINE = "tests/scheduling/test_machine.py::TestPlainMachine"
 PREEMPTED = "tests/scheduling/test_scheduler.py::test_the_first_request_is_never_preempted_and_no_other_one_is_lost"
@@ -135,6 +136,24 @@ MUTANTS = [
         "[_SLIDING if (layer + 1) % every else _FULL",
         "[_SLIDING if layer % every else _FULL",
         "tests/test_layer_windows.py::test_windows",
+    ),
+    Mutant(
+        "hybrids: requests that begin share a pass with others that go on",
+        "kinds = np.stack([counts, self._kv.state_lens(step.seqs) > 0])",
+        "kinds = np.stack([counts, counts])",
+        HYBRIDS + "test_requests_that_begin_and_go_on_in_one_step",
+    ),
+    Mutant(
+        "hybrids: a state that is not finite becomes a snapshot",
+        "finite &= of_all.isfinite().flatten(1).all(dim=1)",
+        "finite &= True",
+        HYBRIDS + "test_a_state_that_is_not_finite_is_no_snapshot",
+    ),
+    Mutant(
+        "hybrids: a pass counts as done before its states are stored",
+        "if self._states.layers and (self.kv.state_lens(self.seqs) != self._before).any():",
+        "if False:",
+        HYBRIDS + "test_an_interrupt_while_states_are_stored_asks_for_a_reset",
     ),
     Mutant(
         "ranks: a cache has as many blocks as its own rank has room for",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,13 +57,15 @@ class CachedPass:
     Attributes
     ----------
     cache : PagedKVCache
-        A cache of torch tensors on the model's device, with as many layers as the model.
+        A cache of torch tensors on the model's device, with as many layers as attend in the model.
     slots : (num_tokens,) or (num_groups, num_tokens) int64 tensor
         Where the new K and V go, from `PagedKVCache.append` or `PagedKVCache.slots`; negative for padding.
     batch : Batch
         From `PagedKVCache.batch`, with the number of new tokens of each sequence as query_lens.
     rows : (num_rows,) int64 tensor or None
         Which of the tokens are in `batch`, if not all; the others are padding and get zeros.
+    layers : list of int or None
+        The layers of the model that attend, in the order of those of `cache`, if not all.
 
     Examples
     --------
@@ -93,10 +95,17 @@ class CachedPass:
     slots: torch.Tensor
     batch: Batch
     rows: torch.Tensor | None = None
+    layers: Sequence[int] | None = None
 
     @cached_property
     def _slots(self) -> Any:
         return host_view(self.slots)  # once for all layers
+
+    @cached_property
+    def _places(self) -> Mapping[int, int]:
+        """The layer of the cache for each layer of the model that attends."""
+        layers = range(len(self.cache.k_caches)) if self.layers is None else self.layers
+        return {layer: place for place, layer in enumerate(layers)}
 
     @cached_property
     def _writing(self) -> set[int]:
@@ -105,26 +114,29 @@ class CachedPass:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""
-        require_layer(layer, range(len(self.cache.k_caches)))
-        if layer in self._writing:
+        require_layer(layer, self._places)
+        place = self._places[layer]
+        if place in self._writing:
             try:
-                self.cache.write(layer, k, v, self._slots)
+                self.cache.write(place, k, v, self._slots)
             except TypeError as error:
                 if torch.is_autocast_enabled(v.device.type):
                     error.add_note(f"torch.autocast is on: make the cache with dtype={v.dtype}, or where it is on")
                 raise
         if self.rows is None:
-            return self.cache.attend(layer, q, self.batch, **options)
+            return self.cache.attend(place, q, self.batch, **options)
         out = torch.zeros_like(q)
-        out[self.rows] = self.cache.attend(layer, q[self.rows], self.batch, **options)
+        out[self.rows] = self.cache.attend(place, q[self.rows], self.batch, **options)
         return out
 
 
 class WatchedPass:
     """A `CachedPass` that keeps the result of the last layer that has attended, which any NaN or Inf reaches."""
 
-    def __init__(self, cache: PagedKVCache, slots: torch.Tensor, batch: Batch) -> None:
-        self._pass = CachedPass(cache, slots, batch)
+    def __init__(
+        self, cache: PagedKVCache, slots: torch.Tensor, batch: Batch, layers: Sequence[int] | None = None
+    ) -> None:
+        self._pass = CachedPass(cache, slots, batch, layers=layers)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `ForwardPass`."""

@@ -11,13 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ...cache import PagedKVCache
 from ...errors import CapacityError
 from ...memory.arguments import as_int
 from .attention import CachedPass
-from .models import dtype_of_values, kv_shape, kv_windows, num_ranks, require_supported, uncompiled
+from .cache_layers import begin_states, cache_layers
+from .models import (
+    dtype_of_values,
+    kv_shape,
+    kv_states,
+    kv_windows,
+    num_ranks,
+    require_supported,
+    uncompiled,
+)
 from .running import LayerTurns
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ _FROM_MASK = (
 
 def require_options(kind: type, options: Collection[str]) -> None:
     """Raise TypeError for options that PagedKVCache does not take, or that the class sets itself."""
-    of_cache = signature(PagedKVCache).parameters.keys() - {"num_layers", "num_kv_heads", "head_dim"}
+    of_cache = signature(PagedKVCache).parameters.keys() - {"num_layers", "num_kv_heads", "head_dim", "states"}
     if unknown := [name for name in options if name not in of_cache]:
         own = [name for name, x in signature(kind).parameters.items() if x.kind != Parameter.VAR_KEYWORD]
         raise TypeError(
@@ -43,7 +52,8 @@ def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: in
     """Make a PagedKVCache for a model; if ranks share the model, of as many blocks as each of them has room for."""
     num_layers, num_kv_heads, head_dim = kv_shape(model)
     where = {"dtype": dtype_of_values(model), "array_module": torch, "device": model.device}
-    options = where | kv_windows(model).options | options
+    states = kv_states(model).arrays(model.dtype)
+    options = where | kv_windows(model).options | {"states": states or None} | options
     sizes: Any = num_layers, num_blocks, block_size, num_kv_heads, head_dim
     made = PagedKVCache(*sizes, **options)
     if num_ranks(model) > 1:
@@ -87,7 +97,7 @@ class PagedCache(Cache):
         P, tokens per block.
     **options
         `memory`, `kv_dtype`, `max_seqs` (rows, beams included) and others of :class:`~pagedkv.PagedKVCache`. The
-        windows of the layers are those of the model.
+        windows and states of the layers are those of the model.
 
     Attributes
     ----------
@@ -127,15 +137,17 @@ class PagedCache(Cache):
     def __init__(self, model: PreTrainedModel, num_blocks: int | None = None, block_size: int = 16, **options: Any):
         require_options(type(self), options)
         require_supported(uncompiled(model))
-        self._made_for = num_layers, *_ = *kv_shape(model), model.dtype
-        self._windows = kv_windows(model)
+        self._made_for = *kv_shape(model), model.dtype
+        self._windows, self._states = kv_windows(model), kv_states(model)
         self.kv = make_kv_cache(model, num_blocks, block_size, **{"prefix_cache": False} | options)
         self.seqs: list[int] = []
         # Lengths of a row with padding, as transformers counts them: models ask for it before their first layer.
-        self._length = self._next_length = 0
+        self.length = self._next_length = 0
         self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
         self._filled_by = weakref.ref(model)
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        # States of the pass in progress, which the layers change.
+        self._changing: dict[str, torch.Tensor] = {}
+        super().__init__(layers=cache_layers(model, self))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse copy and pickle."""
@@ -158,6 +170,8 @@ class PagedCache(Cache):
             raise ValueError(f"this PagedCache is for {made_for}, and {name} has {asks}: {remedy}")
         if kv_windows(model) != self._windows:
             raise ValueError(f"this PagedCache is for layers of other windows than {name} has: {remedy}")
+        if kv_states(model) != self._states:
+            raise ValueError(f"this PagedCache is for layers of other states than {name} has: {remedy}")
 
     def require_positions(
         self, position_ids: torch.Tensor | None, num_rows: int, length: int, attention_mask: torch.Tensor | None
@@ -181,7 +195,7 @@ class PagedCache(Cache):
             is_token = self._read_mask(attention_mask, num_rows, length)[:, -length:]
         positions = position_ids.expand(num_rows, length).numpy(force=True)
         cached = self.kv.seq_lens(self.seqs) if self.seqs else np.zeros(num_rows, np.int32)
-        tokens, columns = cached[:, None] + is_token.cumsum(1) - 1, self._length + np.arange(length)
+        tokens, columns = cached[:, None] + is_token.cumsum(1) - 1, self.length + np.arange(length)
         if not any(((positions == right) | ~is_token).all() for right in (tokens, columns)):
             row, column = np.argwhere((positions != tokens) & is_token)[0]
             raise ValueError(
@@ -205,7 +219,7 @@ class PagedCache(Cache):
             raise ValueError("the batch must have at least one row, got none")
         if length <= 0:
             raise ValueError(
-                f"the batch must have a new token behind the {self._length} that this PagedCache has, got none: call "
+                f"the batch must have a new token behind the {self.length} that this PagedCache has, got none: call "
                 "reset() before another text"
             )
         if attention_mask is not None:
@@ -237,17 +251,21 @@ class PagedCache(Cache):
             error.add_note(
                 f"This pass brings {num_tokens} tokens of {num_rows} rows to {len(self.seqs)} rows in a PagedCache of "
                 f"{self.kv.pool.num_blocks} blocks of {self.kv.block_size}: make one with more memory or num_blocks, "
-                "and with as large a max_seqs as there are rows; reset() frees the rows of an earlier generate."
+                "and with as large a max_seqs as there are rows, and a state_memory for them if layers have a state; "
+                "reset() frees the rows of an earlier generate."
             )
             raise
-        self.seqs, self._before, self._next_length = seqs, before, self._length + length
+        self.seqs, self._before, self._next_length = seqs, before, self.length + length
         batch = self.kv.batch(seqs, new)
+        if self._states.layers:
+            self._changing = self.kv.read_states(seqs)
+            begin_states(self.layers, self._changing, is_continued=bool(before.any()))
         if is_token is None:
-            return CachedPass(self.kv, slots, batch)
+            return CachedPass(self.kv, slots, batch, layers=self._windows.layers)
         rows = is_token.nonzero()[:, 0]
         of_all = slots.new_full((*slots.shape[:-1], len(is_token)), -1)
         slots = of_all.index_copy(-1, rows, slots)
-        return CachedPass(self.kv, slots, batch, rows)
+        return CachedPass(self.kv, slots, batch, rows, self._windows.layers)
 
     def _read_mask(self, attention_mask: torch.Tensor, num_rows: int, length: int) -> npt.NDArray[np.bool]:
         """Which tokens a mask shows, on the host; raise unless it shows all cached ones, and pads on the left."""
@@ -257,9 +275,9 @@ class PagedCache(Cache):
                 "give what the tokenizer returns; what each layer sees beyond that, paged attention knows itself"
             )
         shape = tuple(attention_mask.shape)
-        if shape != (num_rows, self._length + length):
+        if shape != (num_rows, self.length + length):
             raise ValueError(
-                f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self._length} cached + {length}), got "
+                f"attention_mask must have shape (rows, tokens) = ({num_rows}, {self.length} cached + {length}), got "
                 f"{shape}: call reset() before another text"
             )
         shown: npt.NDArray[np.bool] = (attention_mask != 0).numpy(force=True)
@@ -303,21 +321,59 @@ class PagedCache(Cache):
 
     def end(self) -> None:
         """Record that the pass has written the new tokens of every row."""
-        self._length, self._before = self._next_length, None
+        if self._states.layers:
+            self.kv.write_states(self.seqs, self._changing)
+            self._let_go_of_states()
+        self.length, self._before = self._next_length, None
 
     def _undo(self) -> None:
         """Truncate the tokens of a pass that did not end."""
         if self._before is None:
             return
+        self._let_go_of_states()
+        if self._states.layers and (self.kv.state_lens(self.seqs) != self._before).any():
+            raise RuntimeError(
+                "the last pass was interrupted while it stored the states of this PagedCache's rows, which are lost: "
+                "call reset() before another text"
+            )
         self.kv.truncate(self.seqs, self._before)
         self._before = None
-        if self._length == 0:
+        if self.length == 0:
             self.reset()
 
     def reset(self) -> None:
         """Free all sequences, so that the cache can serve other rows."""
+        self._let_go_of_states()
         self.kv.free(self.seqs)
-        self.seqs, self._length, self._before = [], 0, None
+        self.seqs, self.length, self._before = [], 0, None
+
+    def _let_go_of_states(self) -> None:
+        """Free the copies that a pass has changed."""
+        if self._changing:
+            self._changing = {}
+            begin_states(self.layers, {}, is_continued=False)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can drop tokens, of drafts for example."""
+        return not self._states.layers
+
+    def activate_past_recording(self) -> None:
+        """Get ready for drafts, tokens that `crop` may drop again.
+
+        Raises
+        ------
+        ValueError
+            Layers of the model have a state.
+        """
+        self._require_croppable()
+
+    def _require_croppable(self) -> None:
+        if not self.is_croppable:
+            raise ValueError(
+                "this PagedCache has layers with a state, which cannot go back to fewer tokens: generate without "
+                "drafts (assistant_model, prompt_lookup_num_tokens), and call reset() before another text"
+            )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let each row continue with the tokens of another, by `PagedKVCache.reorder`."""
@@ -325,9 +381,17 @@ class PagedCache(Cache):
         self.kv.reorder(self.seqs, beam_idx.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` tokens of every row, by `PagedKVCache.truncate`."""
+        """Drop the last ``-tokens_to_remove`` tokens of every row, by `PagedKVCache.truncate`.
+
+        Raises
+        ------
+        ValueError
+            There are not so many, or layers of the model have a state.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be at most 0, minus the number of tokens, got {tokens_to_remove}")
+        if tokens_to_remove:
+            self._require_croppable()
         self._undo()
         if self.seqs:
             lengths = self.kv.seq_lens(self.seqs) + tokens_to_remove
@@ -335,7 +399,7 @@ class PagedCache(Cache):
                 least = f"{tokens_to_remove - left}, minus what the shortest row has"
                 raise ValueError(f"tokens_to_remove must be at least {least}, got {tokens_to_remove}")
             self.kv.truncate(self.seqs, lengths)
-            self._length += tokens_to_remove
+            self.length += tokens_to_remove
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Insert copies behind every row that share its blocks, by `PagedKVCache.fork`."""
@@ -354,29 +418,3 @@ class PagedCache(Cache):
             self.kv.reorder(self.seqs, np.concatenate([kept, others]))
             self.kv.free(self.seqs[len(kept) :])
             self.seqs = self.seqs[: len(kept)]
-
-
-class _Layer(CacheLayerMixin):
-    """The interface that transformers expects of a layer of a cache."""
-
-    is_croppable = True
-    is_sliding = False
-
-    def __init__(self, cache: PagedCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the PagedKVCache exists already."""
-
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("PagedCache.update takes the K and V of all layers")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache._length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self._cache._length
-
-    def get_max_length(self) -> int:
-        return -1

@@ -16,8 +16,17 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
 from .cache import make_kv_cache, make_swap_space, require_options
-from .models import num_ranks, require_one_rotation, require_positions, require_supported, text_config, uncompiled
-from .prompts import Prompt, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
+from .hybrid import HybridSteps
+from .models import (
+    has_states,
+    num_ranks,
+    require_one_rotation,
+    require_positions,
+    require_supported,
+    text_config,
+    uncompiled,
+)
+from .prompts import Prompt, end_of_messages, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
 from .request import EngineRequest
 from .results import Sampled, last_logits, plan_results
 from .sampling import Sampling
@@ -62,7 +71,8 @@ class Engine:
     A :class:`~pagedkv.Scheduler` over a :class:`~pagedkv.PagedKVCache` plans the steps: requests share the blocks of
     common prefixes, long prompts are computed in chunks beside the tokens of others, and when the pool is full the last
     requests wait. All tokens of a step go through the model in one row without padding, and only the last token of
-    each request gets logits.
+    each request gets logits. A model whose layers have states takes a pass for each number of tokens instead, with a
+    row for each request.
 
     One thread at a time may call it. After an error of the model its step has changed nothing: repeat it, with the same
     draws, or abort requests. After an interrupt (Ctrl-C), or an error of a listener to the cache's events, the next
@@ -90,12 +100,14 @@ class Engine:
         As in :class:`~pagedkv.Scheduler`.
     eos_token_id : int, sequence of int, or None
         Tokens that end a text; by default those of the model's generation_config.
+    snapshot_every : int or None
+        As in :class:`~pagedkv.Scheduler`, for a model whose layers have states.
     swap : str, int, float, BlockStore or None
         Where K and V of a preempted request wait if that takes less time than computing them again, as
         :class:`~pagedkv.Scheduler` has it: host memory, "4GiB" say, or a store.
     **options
-        Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, ... The windows
-        of the layers are those of the model.
+        Others of :class:`~pagedkv.PagedKVCache`: `kv_dtype`, `max_seqs`, `prefix_cache`, `eviction`, `state_memory`,
+        ... The windows and states of the layers are those of the model.
 
     Attributes
     ----------
@@ -148,6 +160,7 @@ class Engine:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
+        snapshot_every: int | None = None,
         swap: Any = None,
         **options: Any,
     ) -> None:
@@ -171,8 +184,9 @@ class Engine:
         require_one_rotation(model, self.cache.max_seq_len, block_size)
         of_steps: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs}
         self._swap = make_swap_space(model, self.cache, swap)
-        self.scheduler = Scheduler(self.cache, **of_steps, swap=self._swap)
+        self.scheduler = Scheduler(self.cache, **of_steps, snapshot_every=snapshot_every, swap=self._swap)
         self._model, self._tokenizer = model, tokenizer
+        self._hybrid = HybridSteps(model, self.cache) if has_states(uncompiled(model)) else None
         self._vocab_size = len(model.get_input_embeddings().weight)
         self._requests: dict[int, EngineRequest] = {}
         self._dropped: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
@@ -207,6 +221,7 @@ class Engine:
         ignore_eos: bool = False,
         priority: int = 0,
         salt: str | bytes | None = None,
+        snapshot_at: Sequence[int] | None = None,
     ) -> int:
         """Add a request, which waits until there is room for it.
 
@@ -229,6 +244,9 @@ class Engine:
             Whether the text goes on after `eos_token_id`.
         priority, salt
             As in :meth:`~pagedkv.Scheduler.add`.
+        snapshot_at : sequence of int or None
+            Of a model whose layers have states: lengths of the prompt from which later ones may go on, as in
+            :meth:`~pagedkv.Scheduler.add`. By default where messages end, before what makes the model answer.
 
         Returns
         -------
@@ -252,18 +270,23 @@ class Engine:
         min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
         request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), texts, decoder)
         request.require_tokens(self._vocab_size, type(self._model).__name__)
-        number = self._add(request, priority, salt)
+        if snapshot_at is None:
+            snapshot_at = end_of_messages(prompt, self._tokenizer, ids) if self.cache.states else ()
+        number = self._add(request, priority, salt, snapshot_at)
         # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
         self._is_interrupted = False
         return number
 
     @_one_at_a_time
-    def _add(self, request: EngineRequest, priority: int, salt: str | bytes | None) -> int:
+    def _add(
+        self, request: EngineRequest, priority: int, salt: str | bytes | None, snapshot_at: Sequence[int] = ()
+    ) -> int:
         self._is_interrupted = True
         try:
             ids: Any = request.prompt
-            number = self.scheduler.add(ids, request.max_tokens, priority=priority, salt=salt)
+            options: dict[str, Any] = {"priority": priority, "salt": salt, "snapshot_at": snapshot_at}
+            number = self.scheduler.add(ids, request.max_tokens, **options)
         except Exception:
             self._is_interrupted = False  # refused
             raise
@@ -435,9 +458,14 @@ class Engine:
             dropped.popleft()
         try:
             if step := self.scheduler.schedule():
-                logits = last_logits(self._model, self.cache, step)
+                if self._hybrid is None:
+                    logits = last_logits(self._model, self.cache, step)
+                else:
+                    logits = self._hybrid.last_logits(step)
                 num_cached = [self.scheduler.num_cached(number) for number in step.requests.tolist()]
                 made, writes, tokens = plan_results(logits, step, self._requests, num_cached, self._ranks)
+                if self._hybrid is not None:
+                    self._hybrid.store_states()
         except Exception:
             self.scheduler.drop()
             self._is_interrupted = self._ranks is not None  # the others may be in the middle of it

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from ...layer_states import LayerStates, layer_states, why_no_states
-from ...layer_windows import LAYER_TYPES, LayerWindows, layer_windows, unequal_layers
+from ...layer_windows import LAYER_TYPES, WITH_STATE, LayerWindows, layer_windows, unequal_layers
 
 CACHE_NAMES = "cache", "past_key_values"  # of a model's input; the second one before transformers 5.24
 _SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
@@ -54,6 +54,12 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def num_layers(model: PreTrainedModel) -> int:
+    """All layers of a model, those that neither attend nor have a state among them."""
+    layers: int = text_config(model).num_hidden_layers
+    return layers
+
+
 def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
     """(num_layers, num_kv_heads, head_dim) of a supported model: layers that attend, and heads of this rank."""
     config = text_config(model)
@@ -64,13 +70,18 @@ def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
 def kv_windows(model: PreTrainedModel) -> LayerWindows:
     """Which layers of a supported model attend, to which tokens, and which have no K and V of their own."""
     config = text_config(model)
-    return layer_windows(config.to_dict(), config.num_hidden_layers)
+    return layer_windows(config.to_dict(), num_layers(model))
 
 
 def kv_states(model: PreTrainedModel) -> LayerStates:
     """Which layers of a supported model have a state, and its shapes."""
     config = text_config(model)
-    return layer_states(config.to_dict(), config.num_hidden_layers)
+    return layer_states(config.to_dict(), num_layers(model))
+
+
+def has_states(model: PreTrainedModel) -> bool:
+    """Whether layers of a model have a state, by their types alone."""
+    return not WITH_STATE.isdisjoint(getattr(text_config(model), "layer_types", None) or ())
 
 
 def heads_divided_by(model: PreTrainedModel) -> int:
@@ -217,7 +228,12 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return reason
     if others := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"has layers of types {', '.join(sorted(others))}"
-    if kv_states(model).layers or model._is_stateful:
+    if has_states(model):
+        try:
+            kv_states(model)
+        except ValueError as error:
+            return f"has layers with a state, and {error}"
+    elif model._is_stateful:
         return "has layers with a state in place of keys and values"
     # The masks of these have it, and nothing else.
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -261,6 +277,8 @@ def _why_not_on_ranks(model: PreTrainedModel, config: Any) -> str | None:
         return f"is sharded with {', '.join(others)}, and not by heads alone (tp_size)"
     if (size := num_ranks(model)) == 1:
         return None
+    if has_states(model):
+        return f"has layers with a state, which pagedkv does not divide over {size} ranks"
     num_kv_heads = _num_kv_heads(config)
     if _kv_heads_of_rank(model, num_kv_heads) is None:
         return f"has {num_kv_heads} KV heads, which {size} ranks cannot divide evenly (take a tp_size that does)"

@@ -7,6 +7,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 Prompt: TypeAlias = (
@@ -32,13 +33,13 @@ def tokenizer_of(tokenizer: Any) -> Any:
 
 def prompt_ids(prompt: Prompt, tokenizer: Any) -> Any:
     """Convert a prompt of any kind to token ids."""
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+    if _are_messages(prompt):
         if tokenizer_of(tokenizer).chat_template is None:
             raise ValueError(
                 "messages need a chat template, and the tokenizer has none: set tokenizer.chat_template, or write "
                 "the messages into one text in the form that the model was trained with"
             )
-        return tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        return _templated(prompt, tokenizer, add_generation_prompt=True)
     if isinstance(prompt, str):
         prompt = tokenizer_of(tokenizer)(prompt)
     if isinstance(prompt, Mapping):  # a BatchEncoding
@@ -48,6 +49,27 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> Any:
             raise ValueError(f"a prompt in a dict needs its input_ids, got {[*prompt]}: put messages in a list")
         prompt = prompt["input_ids"]
     return _one_row(prompt)
+
+
+def end_of_messages(prompt: Prompt, tokenizer: Any, ids: npt.NDArray[np.int32]) -> list[int]:
+    """Where the messages of a prompt end among its tokens, before what makes the model answer; none for other prompts.
+
+    The next turn of a chat repeats it up to there, while a template may leave out of earlier answers what is behind.
+    """
+    if not _are_messages(prompt):
+        return []
+    alone = np.asarray(_templated(prompt, tokenizer, add_generation_prompt=False))
+    most = min(len(alone), len(ids))
+    differs = alone[:most] != ids[:most]
+    return [int(differs.argmax()) if differs.any() else most]
+
+
+def _are_messages(prompt: Prompt) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _templated(messages: Any, tokenizer: Any, *, add_generation_prompt: bool) -> Any:
+    return tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, return_dict=False)
 
 
 def _one_row(values: Any) -> Any:

@@ -69,17 +69,25 @@ class LayerTurns:
 
 
 class PassCache(Cache):
-    """The cache that layers update in a pass that has the K and V itself: hands new ones on to attention."""
+    """The cache that layers update in a pass that has the K and V itself: hands new ones on to attention.
 
-    def __init__(self, turns: LayerTurns) -> None:
+    Attributes
+    ----------
+    turns : LayerTurns
+        Of the pass in progress.
+    """
+
+    turns: LayerTurns
+    length = 0
+
+    def __init__(self) -> None:
         super().__init__(layers=[])
-        self._turns = turns
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values unchanged."""
-        self._turns.update(layer_idx)
+        self.turns.update(layer_idx)
         return key_states, value_states
 
 

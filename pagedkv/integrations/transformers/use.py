@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -18,6 +19,7 @@ from .layers import let_layers_find
 from .models import (
     CACHE_NAMES,
     cache_name,
+    has_states,
     heads_divided_by,
     input_names,
     kv_shape,
@@ -31,6 +33,7 @@ from .paged import AllocatorPages, PagedPass
 from .running import LayerTurns, PassCache, running
 
 _PAGES = "_pages_of_pagedkv"
+_Cache = TypeVar("_Cache", PagedCache, PassCache)
 
 
 def use_pagedkv(model: PreTrainedModel) -> None:
@@ -81,11 +84,20 @@ def set_attention(model: PreTrainedModel) -> None:
     `use_pagedkv` does this for a supported model on a device with kernels.
     """
     choose_pagedkv(model)
+    if has_states(model):
+        model.init_continuous_batching = partial(_refuse_continuous_batching, type(model).__name__)
     if _before_forward not in model._forward_pre_hooks.values():
         let_layers_find(model)
         model.register_forward_pre_hook(_before_forward, with_kwargs=True)
         model.register_forward_hook(_after_success, with_kwargs=True)
         model.register_forward_hook(_after_any_end, always_call=True)
+
+
+def _refuse_continuous_batching(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"{name} has layers with a state, which transformers' continuous batching (generate_batch) does not keep: use "
+        "pagedkv.integrations.transformers.Engine, or generate with a PagedCache"
+    )
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
@@ -110,7 +122,7 @@ def _before_forward(
     In all of them the model updates a cache of ours, which says which layer attends next.
     """
     made, named = inputs.get("forward_pass"), _inputs_by_name(model, args, inputs)
-    cache = _cache_of(named)
+    cache = _cache_of(named, PagedCache)
     if uses_pagedkv(model):
         made = made or _pass_of_continuous_batching(model, inputs)
         if made is not None or cache is not None:
@@ -126,12 +138,17 @@ def _before_forward(
     if made is None:
         running.begin(None, None)
         return None
-    turns = LayerTurns(type(model).__name__)
-    if cache is None:
-        inputs = inputs | {cache_name(model): PassCache(turns)}
-    else:
-        cache.turns = turns
-    running.begin(made, turns)
+    own = cache or _cache_of(named, PassCache)
+    if own is None:
+        if has_states(model):
+            raise ValueError(
+                f"{type(model).__name__} has layers with a state, which a forward_pass does not keep: use a PagedCache "
+                "or an Engine"
+            )
+        own = PassCache()
+        inputs = inputs | {cache_name(model): own}
+    own.turns = LayerTurns(type(model).__name__)
+    running.begin(made, own.turns)
     return args, inputs | {"forward_pass": made}
 
 
@@ -140,7 +157,7 @@ def _after_success(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[s
     """Hook after a model's forward, unless that fails."""
     if running.turns is not None:
         running.turns.require_attended()
-    if (cache := _cache_of(_inputs_by_name(model, args, inputs))) is not None:
+    if (cache := _cache_of(_inputs_by_name(model, args, inputs), PagedCache)) is not None:
         cache.end()
 
 
@@ -172,8 +189,8 @@ def _inputs_by_name(model: PreTrainedModel, args: tuple[Any, ...], inputs: dict[
     return dict(zip(input_names(model), args, strict=False)) | inputs if args else inputs
 
 
-def _cache_of(inputs: dict[str, Any]) -> PagedCache | None:
-    return next((inputs[name] for name in CACHE_NAMES if isinstance(inputs.get(name), PagedCache)), None)
+def _cache_of(inputs: dict[str, Any], kind: type[_Cache]) -> _Cache | None:
+    return next((inputs[name] for name in CACHE_NAMES if isinstance(inputs.get(name), kind)), None)
 
 
 def _pass_of_generate(model: PreTrainedModel, cache: PagedCache, inputs: dict[str, Any]) -> ForwardPass:

@@ -50,14 +50,59 @@ FAMILIES = {
     "Bloom": {"n_head": 4, "n_layer": 2, "num_key_value_heads": None, "head_dim": None},
 }
 
+DELTA_RULE = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+DELTA_RULE |= {"linear_value_head_dim": 16, "num_hidden_layers": 4}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Families whose layers have states. transformers 5.20 has not all of them.
+HYBRIDS = {
+    "Qwen3Next": DELTA_RULE | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "Qwen3_5": DELTA_RULE,
+    "Qwen3_5Moe": DELTA_RULE | EXPERTS | {"shared_expert_intermediate_size": 32},
+    "OlmoHybrid": DELTA_RULE,
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        "num_hidden_layers": 5,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "GraniteMoeHybrid": MAMBA
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "FalconH1": MAMBA | {"mamba_d_ssm": 128},
+    "Bamba": MAMBA | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "Lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3},
+    "Lfm2Moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Lfm3": {"sliding_window": WINDOW, "layer_types": ["conv", "full_attention", "sliding_attention"]}
+    | {"num_hidden_layers": 3},
+    "Zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "chunk_size": 16,
+        "adapter_rank": 4,
+        "num_key_value_heads": 4,
+    },
+}
+HYBRIDS = {family: HYBRIDS[family] for family in HYBRIDS if hasattr(transformers, f"{family}ForCausalLM")}
+
 
 def make_model(family, **options):
     """A new causal language model of a family, in eval mode, with the same weights every time."""
     torch.manual_seed(7)
     config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = config_class(**SIZES | FAMILIES.get(family, {}) | options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    if family == "GptOss":
+    settings = SIZES | FAMILIES.get(family, {}) | HYBRIDS.get(family, {}) | options
+    if family == "Zamba2":
+        del settings["head_dim"]  # which it computes
+    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**settings)).eval()
+    if family == "GptOss" or model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the one that takes float64
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):

@@ -11,14 +11,16 @@ from pagedkv.integrations.transformers import Engine
 from ...support.interrupts import Interrupt
 from .models import make_model
 
-ROOMS = [f"pagedkv/integrations/transformers/{name}" for name in ("engine", "request", "stream")]
+ROOMS = [f"pagedkv/integrations/transformers/{name}" for name in ("engine", "hybrid", "request", "stream")]
 ROOMS += ["pagedkv/scheduling", "pagedkv/memory", "pagedkv/cache.py", "pagedkv/stores/swap.py"]
 COMMON = [1, 2, 3, 4, 5, 6, 7, 8]
 
 
-@pytest.fixture(scope="module", params=["Llama", pytest.param("Gemma2", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["Llama", *(pytest.param(x, marks=pytest.mark.long) for x in ("Gemma2", "Lfm2"))]
+)
 def model(request):
-    options = {"Llama": {"num_hidden_layers": 1}, "Gemma2": {"sliding_window": 5}}[request.param]
+    options = {"Llama": {"num_hidden_layers": 1}, "Gemma2": {"sliding_window": 5}}.get(request.param, {})
     return make_model(request.param, **options, eos_token_id=[5, 11])
 
 
@@ -43,7 +45,7 @@ class Disturbed:
         self.random = random.Random(seed)
         budget = self.random.choice([4, 64])
         options = {"num_blocks": 24, "block_size": 4, "max_num_batched_tokens": budget}
-        if model.config.model_type == "llama":  # the other one has windows
+        if model.config.model_type == "llama":  # the others have windows or states
             options |= {"num_blocks": 8, "swap": self.random.choice([None, "1MiB"])}
         self.engine = Engine(model, **options)
         self.asked, self.said, self.streams, self.interrupts = {}, {}, [], []

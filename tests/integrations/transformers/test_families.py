@@ -12,6 +12,7 @@ from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 from .models import (
     ALTERNATING,
     FAMILIES,
+    HYBRIDS,
     VOCAB,
     eager_model,
     error_bound,
@@ -50,7 +51,8 @@ def test_the_docs_list_every_tested_family():
     tested = " ".join(
         row.split("|")[2] for row in page.split("| family | tested |")[1].splitlines() if row.count("|") == 4
     )
-    assert [name for name in FAMILIES if name.lower() not in re.sub(r"[ -]", "", tested).lower()] == []
+    names = [name.lower().replace("_", ".") for name in (*FAMILIES, *HYBRIDS)]
+    assert [name for name in names if name not in re.sub(r"[ -]", "", tested).lower()] == []
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,18 @@ def test_the_docs_list_every_tested_family():
                 transformers.MambaConfig(vocab_size=9, hidden_size=8, state_size=2, num_hidden_layers=1)
             ),
             r"MambaForCausalLM has layers with a state in place of keys and values \(Mamba\)",
+        ),
+        (
+            lambda: make_model("Jamba", num_experts=2, attn_layer_offset=1, attn_layer_period=2),
+            r"JambaForCausalLM has layers with a state \(Mamba 1\) that begin each chunk of a text from zero",
+        ),
+        (
+            lambda: make_model("Zaya", layer_types=["hybrid"] * 2),
+            r"ZayaForCausalLM has layers with a state of a kind that pagedkv does not know \(zaya\)",
+        ),
+        (
+            lambda: make_model("GraniteMoeHybrid", layer_types=["linear_attention"] * 3),
+            "GraniteMoeHybridForCausalLM has layers with a state, and it has no layer with keys and values",
         ),
         (
             lambda: make_model("DeepseekV2", kv_lora_rank=8, q_lora_rank=8, n_routed_experts=2, head_dim=None),
@@ -129,6 +143,9 @@ def test_the_docs_list_every_tested_family():
     ids=[
         "encoder-decoder",
         "Mamba",
+        "Jamba",
+        "Zaya",
+        "states alone",
         "MLA",
         "own layers",
         "chunked",
