@@ -130,11 +130,11 @@ class Server:
         try:
             with self.admission.place(min(wanted.max_tokens or self.context, self.context)) as place:
                 # Encode on a thread: long prompts take a while, and a chat template is a program.
-                tokens = await asyncio.to_thread(self._encode, wanted.prompt, chat)
+                tokens, snapshot_at = await asyncio.to_thread(self._encode, wanted.prompt, chat)
                 room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
                 max_tokens = wanted.max_tokens or max(1, room)
                 writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
-                visit.job = Job(tokens, max_tokens, wanted.options, writer)
+                visit.job = Job(tokens, max_tokens, wanted.options | {"snapshot_at": snapshot_at}, writer)
                 if max_tokens > room:
                     counts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
                     raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({counts})")
@@ -159,11 +159,13 @@ class Server:
         finally:
             self.counts[visit.reason] += 1
 
-    def _encode(self, prompt: Any, chat: bool) -> list[int]:
+    def _encode(self, prompt: Any, chat: bool) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt, and the lengths from which a later one may go on."""
         try:
             if chat:
-                return self.text.encode_chat(prompt)
-            return self.text.encode(prompt) if isinstance(prompt, str) else prompt
+                tokens = self.text.encode_chat(prompt)
+                return tokens, self.text.snapshot_at(prompt, tokens)
+            return self.text.encode(prompt) if isinstance(prompt, str) else prompt, []
         except Refused:
             raise
         except Exception as error:  # a model's chat template may raise anything

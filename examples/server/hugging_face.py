@@ -4,20 +4,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 from pagedkv.integrations.transformers import Engine
+from pagedkv.integrations.transformers.prompts import end_of_messages
 from pagedkv.integrations.transformers.text import TextDecoder
 
 
 class HuggingFaceText:
     """Converts prompts to tokens and back with a tokenizer of transformers."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, has_states: bool) -> None:
+        self._tokenizer, self._has_states = tokenizer, has_states
         self.num_tokens = len(tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
@@ -42,6 +44,10 @@ class HuggingFaceText:
                 if name not in template and (name, message["role"]) != ("name", "tool"):
                     raise ValueError(f"the model's chat template has no place for {name}")
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    def snapshot_at(self, messages: list[dict[str, Any]], tokens: list[int]) -> list[int]:
+        """Where the next turn of a chat may part from this one, if the layers of the model have states."""
+        return end_of_messages(messages, self._tokenizer, np.array(tokens)) if self._has_states else []
 
     def decoder(self) -> TextDecoder:
         return TextDecoder(self._tokenizer)
@@ -75,4 +81,5 @@ def hugging_face(
         model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
     if context is not None:
         options["max_seq_len"] = context // pool["block_size"] * pool["block_size"]
-    return Engine(model, **pool, **options), HuggingFaceText(AutoTokenizer.from_pretrained(name))
+    engine = Engine(model, **pool, **options)
+    return engine, HuggingFaceText(AutoTokenizer.from_pretrained(name), has_states=bool(engine.cache.states))

@@ -73,6 +73,7 @@ class SmallEngine:
         ignore_eos: bool = False,
         priority: int = 0,
         salt: str | None = None,
+        snapshot_at: Sequence[int] = (),
         **sampling: Any,
     ) -> int:
         """Add a request, with options as in the Engine for transformers; ValueError if it can never fit."""
@@ -80,7 +81,7 @@ class SmallEngine:
             raise ValueError(f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}")
         ends = [*stop_token_ids, *([] if ignore_eos else [END])]
         asked = Asked(Sampling(**sampling), np.random.default_rng(seed), ends, len(tokens) + min_tokens)
-        request = self.scheduler.add(tokens, max_tokens, priority=priority, salt=salt)
+        request = self.scheduler.add(tokens, max_tokens, priority=priority, salt=salt, snapshot_at=snapshot_at)
         self._asked[request] = asked
         return request
 
@@ -157,6 +158,10 @@ class SmallText:
             ]
             lines += [f"# {who}: {said}\n" for said in [message["content"], *calls] if said or not calls]
         return self.encode("".join(["\n\n\n", *lines]))
+
+    def snapshot_at(self, messages: list[dict[str, Any]], tokens: list[int]) -> list[int]:
+        """None, for its layers have no states."""
+        return []
 
     def decoder(self) -> "SmallDecoder":
         return SmallDecoder(self._tokenizer)

@@ -384,6 +384,29 @@ def test_a_model_of_transformers(tmp_path):
     assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
 
 
+def test_a_chat_with_a_hybrid_model_finds_its_messages_again(tmp_path):
+    """The template ends a prompt with thoughts, which are in no later prompt."""
+    pytest.importorskip("transformers")
+    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
+    from ..integrations.transformers.models import make_model
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+        "{% if add_generation_prompt %}[let me think of all this]{% endif %}"
+    )
+    make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    messages, cached = [{"role": "user", "content": "x" * 48}], []
+    with serving("--model", str(tmp_path), "--context", "300") as server:
+        for _ in range(2):
+            body = {"messages": messages, "max_tokens": 9, "temperature": 0}
+            answer = json.loads(ask(server.port, body, "/v1/chat/completions")[2])
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "y"}]
+    assert cached == [0, 48]  # of 50 before the thoughts, and of 64 with a part of them
+
+
 def test_metrics_count_the_used_blocks_of_each_group_of_layers():
     cache = PagedKVCache(2, 16, 4, 1, 8, windows=[4, None])
     cache.append(cache.add(8).seq)

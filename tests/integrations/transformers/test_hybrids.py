@@ -290,6 +290,17 @@ def test_a_snapshot_stays_where_a_caller_asks_for_it(model):
         assert engine.cache.find(text[:15] + TEXTS[0], str(wanted)) == found
 
 
+def test_a_snapshot_stays_where_messages_end(model):
+    def templated(messages, *, add_generation_prompt, return_dict):
+        return [*messages[0]["content"], *([9] * 10 if add_generation_prompt else [])]
+
+    tokenizer = mock.Mock(chat_template="a template", apply_chat_template=templated)
+    engine = Engine(model, tokenizer, num_blocks=64, block_size=4)
+    engine.add([{"role": "user", "content": TEXTS[0]}], 1)
+    list(engine.run())
+    assert engine.cache.find([*TEXTS[0], 9, 9, 8, 8, 8]) == 20  # of 21
+
+
 # -- PagedCache
 def test_a_pass_that_fails_leaves_the_states_as_they_were(model, expected):
     cache, ids = PagedCache(model, num_blocks=48), torch.tensor([TEXTS[2]])
