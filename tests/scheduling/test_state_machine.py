@@ -109,7 +109,7 @@ class StateMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "server"):
             self.cache.free(self.others)
-            for _ in range(1000):
+            for _ in range(60 * (1 + len(self.alive))):  # more than the tokens of each
                 finished = self.server.step()
                 if finished is None:
                     break
