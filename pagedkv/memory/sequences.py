@@ -189,7 +189,7 @@ class Sequences(Guarded):
         ------
         ValueError
             A length that is negative or more than the sequence has, or so short that a query would see what has been
-            released behind a window; or a sequence named twice.
+            released behind a window; with states, one for which there is none; or a sequence named twice.
         KeyError
             A sequence was freed, or never existed.
 
