@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from .memory import snapshots, starts
 from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
-from .memory.device.layer_caches import LayerCaches
+from .memory.device.layer_caches import LayerCaches, bytes_of_block
 from .memory.device.state_arrays import StateArrays, bytes_of_state, specs_of
 from .memory.groups import LayerGroups
 from .memory.guard import consistent, exclusive
@@ -28,7 +29,7 @@ from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
-from .memory.sizing import blocks_in, bytes_of_block, count_in
+from .memory.sizing import blocks_in, count_in, shapes_of
 from .memory.states import StateSlots
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
@@ -42,8 +43,9 @@ from .validation.require import integer
 class PagedKVCache(Sequences):
     """The paged K and V of all layers of a model, and the sequences in it.
 
-    A block id names the same block in every layer of a group: layers with the same window form groups of equal size,
-    which share the pool, and their blocks come back as soon as no query to come sees a key in them. As in
+    A block id names the same block in every layer of a group: layers with the same window and shape form groups, whose
+    blocks have the same bytes and come from the same pool, and come back as soon as no query to come sees a key in
+    them. As in
     `SequenceTable`, every method changes all or nothing; a mutation in the middle of another thread's raises
     RuntimeError, a read waits for it. A cache cannot be copied or pickled: TypeError.
 
@@ -51,8 +53,10 @@ class PagedKVCache(Sequences):
     ----------
     num_layers : int
         Layers of the model, at least 1.
-    num_blocks, block_size, num_kv_heads, head_dim : int
-        N, P, Hkv and D; num_blocks is None if `memory` is given.
+    num_blocks, block_size : int
+        N and P; num_blocks is None if `memory` is given.
+    num_kv_heads, head_dim : int, or list of int
+        Hkv and D of all layers, or a list with one for each.
     dtype : dtype-like
         float32, float16 or bfloat16: a name, or a dtype of NumPy, torch or CuPy.
     layout : str
@@ -63,7 +67,7 @@ class PagedKVCache(Sequences):
         "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
     k_scale, v_scale : scale, or list of them, or None
         Scales of an fp8 cache: one for all layers, or a list with one for each. A scale is a number, or an array of one
-        or of num_kv_heads floats, which the cache copies.
+        or of the layer's num_kv_heads floats, which the cache copies.
     max_seqs : int
         Sequences alive at a time.
     windows : int, None, or list of them
@@ -83,7 +87,7 @@ class PagedKVCache(Sequences):
     same_as : dict of int to int, or None
         Layers that read the K and V of an earlier layer, and which: they take no memory.
     group_size : int or None
-        Layers of a group; None for the size that takes the least memory.
+        Layers of a group, of those with the largest K and V; None for the size that takes the least memory.
     max_seq_len : int or None
         Tokens that one sequence can have, rounded up to whole blocks; None for as many as the pool has. Block tables on
         a device have room for max_seq_len from the beginning, others grow with the longest sequence.
@@ -105,9 +109,11 @@ class PagedKVCache(Sequences):
     pool : BlockPool
     prefix_cache : bool
     groups : tuple of Group
-        The window and the layers of each group. With several, slots and block tables have an axis for groups in front.
+        The window and the layers of each group, and their shape if layers have several. With several groups, slots and
+        block tables have an axis for groups in front.
     k_caches, v_caches : tuple of array
-        K and V of each layer, shaped as the layout says, zero at first. Layers of different groups share arrays.
+        K and V of each layer, shaped as the layout says, zero at first. Layers of different groups share memory. With
+        several shapes they are strided views of blocks in which the layers of a group lie side by side.
     states : dict of str to array
         The states of all slots, ``(num_states, *shape)`` each, zero at first; empty without `states`.
 
@@ -177,8 +183,8 @@ class PagedKVCache(Sequences):
         num_layers: int,
         num_blocks: int | None,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
         dtype: Any = "float32",
         layout: Layout = "NHD",
         *,
@@ -202,15 +208,14 @@ class PagedKVCache(Sequences):
         events: Listener | None = None,
     ) -> None:
         num_layers = as_int("num_layers", num_layers, minimum=1)
-        num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
-        head_dim = as_int("head_dim", head_dim)
+        shapes = shapes_of(num_layers, num_kv_heads, head_dim)
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         arrays = Arrays(array_module, device)
         stored = storage_dtype(dtype, kv_dtype)
         sizes_of_groups: dict[str, Any] = {"max_seq_len": max_seq_len, "same_as": same_as, "group_size": group_size}
-        groups = LayerGroups.of(windows, num_layers, block_size, **sizes_of_groups)
+        groups = LayerGroups.of(windows, num_layers, block_size, **sizes_of_groups, shapes=shapes)
         keep = as_int("keep", keep, maximum=MAX_INT32)
-        block_bytes = bytes_of_block(groups.group_size, block_size, num_kv_heads, head_dim, layout, stored.itemsize)
+        block_bytes = bytes_of_block(groups, shapes, layout, block_size, stored.itemsize)
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
         count = num_blocks if memory is None else blocks_in(memory, block_bytes, arrays)
@@ -230,15 +235,17 @@ class PagedKVCache(Sequences):
         elif state_memory is not None:
             raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
         self._options: list[dict[str, Any]] = [{"layout": layout, "kv_dtype": kv_dtype} for _ in range(num_layers)]
+        shape_of = shapes if len(shapes) > 1 else shapes * num_layers
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            for options, of_layer in zip(self._options, per_layer(name, scale, num_layers), strict=True):
-                kept = cache_pair.kept_scale(name, of_layer, kv_dtype or stored.name, num_kv_heads)
+            for options, of_layer, (heads, _) in zip(
+                self._options, per_layer(name, scale, num_layers), shape_of, strict=True
+            ):
+                kept = cache_pair.kept_scale(name, of_layer, kv_dtype or stored.name, heads)
                 options[name] = arrays.asarray(kept) if isinstance(kept, np.ndarray) else kept
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.
-        sizes = num_blocks, block_size, num_kv_heads, head_dim
-        self._layer_caches = LayerCaches(arrays, layout, sizes, groups, stored)
+        self._layer_caches = LayerCaches(arrays, layout, num_blocks, block_size, shapes, groups, stored)
         self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
         self._state_arrays = StateArrays(arrays, specs, num_states)
         self.states = self._state_arrays.by_name
@@ -251,12 +258,15 @@ class PagedKVCache(Sequences):
         self.prefix_cache, self._arrays = prefix_cache, arrays
         self._pins: dict[str, int] = {}
         self._same_as = dict(same_as or {})
-        self._alike = k_scale is None and v_scale is None
+        # Layers with equal ones share launches: their caches have the same shape, strides and scales.
+        self._kinds: Sequence[Hashable] = shape_of if k_scale is None and v_scale is None else range(num_layers)
         self._batches = Batches(self, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:
-        what = f"{len(self.k_caches)} layers of {tuple(self.k_caches[0].shape)} {self.k_caches[0].dtype}"
-        groups = f"; groups of layers: {self.layer_groups}" if self.layer_groups.has_windows else ""
+        shapes = Counter(tuple(cache.shape) for cache in self.k_caches)
+        layers = " and ".join(f"{count} layers of {shape}" for shape, count in shapes.items())
+        what, of_groups = f"{layers} {self.k_caches[0].dtype}", self.layer_groups
+        groups = f"; groups of layers: {of_groups}" if of_groups.has_windows or of_groups.has_shapes else ""
         return f"PagedKVCache({what}{groups}; {self.num_seqs} sequences, {self.num_free} blocks free)"
 
     @exclusive
@@ -703,7 +713,7 @@ class PagedKVCache(Sequences):
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         if self._arrays.on_device:
             return operation(q, k_cache, v_cache, **where, **stored, **options)
-        caches = self, None if self._alike else layer
+        caches = self, self._kinds[layer]
         try:
             return attend(operation, batch.prepared, caches, q, k_cache, v_cache, where, stored, options)
         except IndexError:

@@ -24,6 +24,8 @@ _FULL_EVERY = {
     "gemma2": 2,
     "gemma3_text": 6,
     "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gemma4_unified_text": 6,
     "gpt_oss": 2,
     "olmo3": 4,
     "vaultgemma": 2,
@@ -34,6 +36,9 @@ _LINEAR_BUT_EVERY_FOURTH = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "
 # The key of the layers that attend, and the type of the others.
 _ATTENDING_LAYERS = {"bamba": ("attn_layer_indices", _LINEAR), "lfm2": ("full_attn_idxs", "conv")}
 _SLIDE_ON_REQUEST = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+# Whose layers without a window have KV heads and a head size of their own, and whose last layer has no window.
+_FULL_DIFFER = {"gemma4_text", "gemma4_unified_text"}
+_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 # Entries that say that layers keep something else than K and V of each KV head.
 _OTHERWISE = {
     "attention_chunk_size": "has layers that attend in chunks",
@@ -74,7 +79,7 @@ class LayerWindows(NamedTuple):
 
 
 def unequal_layers(config: Mapping[str, Any]) -> str | None:
-    """Why the layers of a model that attend do not all keep K and V of one shape; None if they do.
+    """Why not all layers of a model that attend keep K and V of shapes that `layer_shapes` can tell; None if they do.
 
     Any entry that names a head size or a number of KV heads counts as one of some layers: a model that nobody knows yet
     is rather refused than counted wrongly.
@@ -96,20 +101,71 @@ def unequal_layers(config: Mapping[str, Any]) -> str | None:
     config = {name: value for name, value in config.items() if not name.startswith(OF_STATES)}
     if config.get("model_type") == "zamba2":  # whose attention reads two hidden sizes, and no layer kv_channels
         config["kv_channels"] = config["head_dim"] = config.get("attention_head_dim")
+    if config.get("use_bidirectional_attention") == "all":
+        return "lets tokens see later ones"
     num_heads = config.get("num_attention_heads")
     if config.get("multi_query") and "num_key_value_heads" not in config:
         return "has multi_query, with which num_attention_heads does not say how many KV heads there are"
     usual = {"num_key_value_heads": num_heads} | config
     if "head_dim" not in config and num_heads and "hidden_size" in config:
         usual["head_dim"] = config["hidden_size"] // num_heads
-    of_layers = config.get("per_layer_config")
-    layers = of_layers.values() if isinstance(of_layers, Mapping) else ()
-    for of_some in (config, *(layer for layer in layers if isinstance(layer, Mapping))):
-        for name, value in of_some.items():
-            for ours, pattern in _SHAPE.items():
-                if pattern.search(name) and value not in (None, usual.get(ours)):
-                    return f"has more than one {ours} ({name} = {value}, elsewhere {usual.get(ours)})"
+    known = set(_OF_FULL.values()) if config.get("model_type") in _FULL_DIFFER else set()
+    for name, value in config.items():
+        for ours, pattern in _SHAPE.items():
+            if pattern.search(name) and name not in known and value != usual.get(ours):
+                return f"has more than one {ours} ({name} = {value}, elsewhere {usual.get(ours)})"
+    for layer, own in _entries_of_layers(config).items():
+        for name in own.keys() - _OF_FULL.keys():
+            if any(pattern.search(name) for pattern in _SHAPE.values()) or "window" in name:
+                return f"has a {name} of layer {layer} alone"
     return None
+
+
+def layer_shapes(
+    config: Mapping[str, Any], num_layers: int, num_kv_heads: int, head_dim: int
+) -> dict[str, int | list[int]]:
+    """Read the shape of K and V of each layer.
+
+    Parameters
+    ----------
+    config, num_layers
+        As for `layer_windows`.
+    num_kv_heads, head_dim : int
+        Those of layers of which nothing else is said.
+
+    Returns
+    -------
+    dict
+        num_kv_heads and head_dim for `PagedKVCache` and `kv_bytes`: an int, or a list with one for each layer that
+        attends.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An entry is not as transformers has it.
+    """
+    of_layers, (layers, windows, _) = _entries_of_layers(config), layer_windows(config, num_layers)
+    if "per_layer_config" not in config and config.get("model_type") in _FULL_DIFFER:
+        own = {"head_dim": config.get("global_head_dim", 512)}
+        if config.get("attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            own["num_key_value_heads"] = config["num_global_key_value_heads"]
+        of_layers = {layer: own for layer, window in zip(layers, windows, strict=True) if window is None}
+    shapes: dict[str, int | list[int]] = {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for ours, theirs, usual in (
+        ("num_kv_heads", "num_key_value_heads", num_kv_heads),
+        ("head_dim", "head_dim", head_dim),
+    ):
+        if any(own.get(theirs, usual) != usual for own in of_layers.values()):
+            shapes[ours] = [as_int(theirs, of_layers.get(layer, {}).get(theirs, usual)) for layer in layers]
+    return shapes
+
+
+def _entries_of_layers(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """What a configuration says of single layers, as transformers saves it."""
+    of_layers = config.get("per_layer_config") or {}
+    if not isinstance(of_layers, Mapping) or not all(isinstance(own, Mapping) for own in of_layers.values()):
+        raise TypeError("per_layer_config must have an object for each of some layers, by their numbers")
+    return {int(layer): own for layer, own in of_layers.items()}
 
 
 def layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
@@ -134,6 +190,8 @@ def layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     types = types or _usual_types(config, model_type, num_layers)
     if not isinstance(types, (list, tuple)):
         raise TypeError(f"layer_types must be a list with a name for each layer, got {type(types).__name__}")
+    if model_type in _FULL_DIFFER:
+        types = [*types[:-1], _FULL]
     if len(types) != num_layers:
         raise ValueError(f"layer_types must have {num_layers} entries, one for each layer, got {len(types)}")
     return [_OLDER_NAMES.get(str(one), str(one)) for one in types]

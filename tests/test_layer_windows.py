@@ -5,7 +5,7 @@ tests/integrations/transformers asks real models.
 
 import pytest
 
-from pagedkv.layer_windows import layer_windows, unequal_layers
+from pagedkv.layer_windows import layer_shapes, layer_windows, unequal_layers
 
 KINDS = ["sliding_attention", "full_attention"] * 2
 
@@ -108,15 +108,14 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
         (
             HEADS | {"global_head_dim": 512},
             "has more than one head_dim (global_head_dim = 512, elsewhere 256)",
-        ),  # Gemma 4
+        ),
         (
             HEADS | {"global_head_dim": 256, "num_global_key_value_heads": 4},
             "has more than one num_key_value_heads (num_global_key_value_heads = 4, elsewhere 2)",
         ),
-        (
-            HEADS | {"per_layer_config": {"5": {"head_dim": 512}}},
-            "has more than one head_dim (head_dim = 512, elsewhere 256)",
-        ),
+        (HEADS | {"per_layer_config": {"5": {"v_head_dim": 512}}}, "has a v_head_dim of layer 5 alone"),
+        (HEADS | {"per_layer_config": {"5": {"sliding_window": 8}}}, "has a sliding_window of layer 5 alone"),
+        (HEADS | {"use_bidirectional_attention": "all"}, "lets tokens see later ones"),
         (HEADS | {"v_head_dim": 128}, "has more than one head_dim (v_head_dim = 128, elsewhere 256)"),  # MiMo V2
         (
             {"num_attention_heads": 32, "num_key_value_heads": 16, "hidden_size": 2048, "kv_channels": 128},  # JetMoE
@@ -140,7 +139,8 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
         (HEADS | {"attention_chunk_size": 8192}, "has layers that attend in chunks"),  # Llama 4
         (HEADS | {"cross_attention_layers": [3, 8]}, "has layers that attend to an image"),  # Llama 3.2
         (HEADS | {"global_head_dim": 256, "kv_channels": None, "multi_query": False, "use_cla": False}, None),
-        (HEADS | {"per_layer_config": {"1": {"intermediate_size": 64, "head_dim": 256}}}, None),
+        (HEADS | {"per_layer_config": {"1": {"intermediate_size": 64, "head_dim": 512}}}, None),
+        (HEADS | {"model_type": "gemma4_text", "global_head_dim": 512, "num_global_key_value_heads": 4}, None),
         ({"num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128}, None),  # Qwen 1
         (HEADS | {"linear_key_head_dim": 128, "mamba_head_dim": 64}, None),  # of states
         (
@@ -153,3 +153,30 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256}
 )
 def test_layers_that_are_not_all_alike(config, reason):
     assert unequal_layers(config) == reason
+
+
+OF_SOME = {"per_layer_config": {"02": {"head_dim": 512}, "5": {"head_dim": 512, "num_key_value_heads": 1}}}
+GEMMA_4 = {"model_type": "gemma4_text", "num_global_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_kv_heads", "head_dim"),
+    [
+        ({}, 2, 256),
+        (OF_SOME, [2, 2, 2, 2, 2, 1], [256, 256, 512, 256, 256, 512]),
+        ({"per_layer_config": {"0": {"head_dim": 256}}}, 2, 256),
+        (GEMMA_4, 2, [256] * 5 + [512]),  # by the defaults of the class
+        (GEMMA_4 | {"attention_k_eq_v": True, "global_head_dim": 256}, [2] * 5 + [1], 256),
+        (GEMMA_4 | OF_SOME, [2, 2, 2, 2, 2, 1], [256, 256, 512, 256, 256, 512]),
+        (GEMMA_4 | {"layer_types": ["full_attention", "sliding_attention"] * 3}, 2, [512, 256, 512, 256, 512, 512]),
+    ],
+)
+def test_the_shapes_of_layers(config, num_kv_heads, head_dim):
+    config = {"sliding_window": 8} | config
+    assert layer_shapes(config, 6, 2, 256) == {"num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+@pytest.mark.parametrize("value", [5, {"1": 8}])
+def test_entries_of_layers_that_are_none(value):
+    with pytest.raises(TypeError, match=r"^per_layer_config must have an object for each of some layers, by their"):
+        unequal_layers(HEADS | {"per_layer_config": value})

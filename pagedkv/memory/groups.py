@@ -1,9 +1,9 @@
-"""Groups of layers: those of equal window share a block table, and the i-th layers of all groups share arrays."""
+"""Groups of layers: those of equal window and shape share a block table, and all groups share the pool's blocks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -14,12 +14,14 @@ from ..cached_property import cached_property
 from .arguments import MAX_INT32, MAX_INT64, as_int
 
 Counts = npt.NDArray[np.int64]
+Shape = tuple[int, int]  # Hkv and D
 
 # The size of a group is the one that takes the least memory at this length, where each further group counts for as much
 # as this part of the memory: every step plans and copies a table for each.
 _USUAL_LENGTH = 8192
 _COST_OF_GROUP = 0.002
 _NO_WINDOW = 2**61  # further back than any token; small enough to add to
+_Kind = tuple[int | None, Shape | None]  # of a layer: its window and its shape
 
 
 class Group(NamedTuple):
@@ -31,28 +33,31 @@ class Group(NamedTuple):
         Tokens that a query sees, its own among them; None for all before it.
     layers : tuple of int
         The layers with K and V in this group's blocks, at most `LayerGroups.group_size` of them.
+    shape : tuple of int, or None
+        num_kv_heads and head_dim of these layers; None where all layers of the model have the same.
     """
 
     window: int | None
     layers: tuple[int, ...]
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class LayerGroups:
     """How the layers of a model share one pool of blocks, and how many blocks a sequence needs in it.
 
-    There are `group_size` arrays of K and as many of V. The i-th layers of all groups have the i-th array in common: a
-    block id belongs to one group at a time, so no memory is set aside for one kind of layer. A group with fewer layers
-    leaves the last arrays of its blocks unused.
+    A block has the same bytes in every group, as many as the largest group needs, and a block id belongs to one group
+    at a time: no memory is set aside for one kind of layer. The i-th layer of a group has the i-th part of its blocks.
+    Groups of smaller layers have more of them; what is left of their blocks stays unused.
 
     Attributes
     ----------
     groups : tuple of Group
         In the order of their first layers.
     group_of, place_of : tuple of int
-        For each layer, the index of its group and of its array.
+        For each layer, the index of its group and its place in that.
     group_size : int
-        S, the arrays of K: the most layers that a group may have.
+        S, the most layers that a group has.
     leader : int
         The first group without a window, or else the first of the largest window.
     block_size : int
@@ -77,6 +82,7 @@ class LayerGroups:
         max_seq_len: int | None = None,
         same_as: Mapping[int, int] | None = None,
         group_size: int | None = None,
+        shapes: Sequence[Shape] = (),
     ) -> LayerGroups:
         """Form the groups.
 
@@ -91,7 +97,10 @@ class LayerGroups:
         same_as : mapping of int to int, or None
             Layers that read the K and V of an earlier layer, and which: they take no memory.
         group_size : int or None
-            S, at most as many as have the same window; None for the one that takes the least memory.
+            S, at most as many as have the same window; None for the one that takes the least memory. With several
+            shapes S layers of the largest one have room in a block.
+        shapes : sequence of (int, int)
+            num_kv_heads and head_dim of each layer, where they differ.
 
         Raises
         ------
@@ -103,35 +112,48 @@ class LayerGroups:
         >>> from pagedkv.memory import LayerGroups
         >>> layers = LayerGroups.of([6, None, 6, None], 4, block_size=4)
         >>> layers.groups
-        (Group(window=6, layers=(0, 2)), Group(window=None, layers=(1, 3)))
+        (Group(window=6, layers=(0, 2), shape=None), Group(window=None, layers=(1, 3), shape=None))
         >>> layers.held(40), layers.peak(40, chunk=16)
         (13, 17)
+
+        Layers without a window whose K and V take half as much:
+
+        >>> shapes = [(4, 64), (1, 128), (4, 64), (1, 128)]
+        >>> for group in LayerGroups.of([6, None, 6, None], 4, block_size=4, shapes=shapes).groups:
+        ...     print(group)
+        Group(window=6, layers=(0,), shape=(4, 64))
+        Group(window=None, layers=(1, 3), shape=(1, 128))
+        Group(window=6, layers=(2,), shape=(4, 64))
         """
         max_seq_len = None if max_seq_len is None else as_int("max_seq_len", max_seq_len, minimum=1)
         windows = _windows(windows, num_layers, max_seq_len)
-        same_as = _same_as(same_as, windows)
-        classes: dict[int | None, list[int]] = {}
-        for layer, window in enumerate(windows):
+        of_layers = shapes if len({*shapes}) > 1 else [None] * num_layers
+        kinds: list[_Kind] = [*zip(windows, of_layers, strict=True)]
+        same_as = _same_as(same_as, kinds)
+        classes: dict[_Kind, list[int]] = {}
+        for layer, kind in enumerate(kinds):
             if layer not in same_as:
-                classes.setdefault(window, []).append(layer)
-        largest = max(map(len, classes.values()))
+                classes.setdefault(kind, []).append(layer)
+        widest = max(_width(shape) for _, shape in classes)
+        largest = max(_width(kind[1]) * len(layers) for kind, layers in classes.items())
         if group_size is None:
-            size = min(
-                range(1, largest + 1), key=lambda size: _cost(size, block_size, {w: len(x) for w, x in classes.items()})
-            )
+            counts = {kind: len(layers) for kind, layers in classes.items()}
+            rooms = {_width(kind[1]) * i for kind, count in counts.items() for i in range(1, count + 1)}
+            room = min(sorted(x for x in rooms if x >= widest), key=lambda room: _cost(room, block_size, counts))
         else:
-            size = as_int("group_size", group_size, minimum=1)
-            if size > largest:
-                raise ValueError(f"group_size must be at most {largest}, the layers of one window, got {size}")
+            room = as_int("group_size", group_size, minimum=1) * widest
+            if room > largest:
+                of_one = "the layers of one window" if widest == 1 else "the layers of the largest shape that fit"
+                raise ValueError(f"group_size must be at most {largest // widest}, {of_one}, got {group_size}")
         parts = [
-            Group(window, tuple(part.tolist()))
-            for window, layers in classes.items()
-            for part in np.array_split(layers, -(-len(layers) // size))
+            Group(window, tuple(part.tolist()), shape)
+            for (window, shape), layers in classes.items()
+            for part in np.array_split(layers, -(-len(layers) // (room // _width(shape))))
         ]
         groups = tuple(sorted(parts, key=lambda group: group.layers[0]))
         where = {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)}
         places = [where[same_as.get(layer, layer)] for layer in range(num_layers)]
-        before = np.array([_NO_WINDOW if window is None else window - 1 for window, _ in groups], np.int64)
+        before = np.array([_NO_WINDOW if window is None else window - 1 for window, *_ in groups], np.int64)
         leader = int(before.argmax())
         # A commit looks at the block before those that it stores, wherever in a block a hit or a truncation has ended.
         before[leader] = max(before[leader], block_size)
@@ -139,20 +161,34 @@ class LayerGroups:
             groups,
             group_of=tuple(g for g, _ in places),
             place_of=tuple(i for _, i in places),
-            group_size=size,
+            group_size=max(len(group.layers) for group in groups),
             leader=leader,
             block_size=block_size,
             _before=before,
         )
 
     def __str__(self) -> str:
-        """How many groups there are of each window."""
-        return windows_in_words(window for window, _ in self.groups)
+        """How many groups there are of each window, and of how many layers of which shape."""
+        if not self.has_shapes:
+            return windows_in_words(group.window for group in self.groups)
+        most: dict[_Kind, int] = {}
+        for window, layers, shape in self.groups:
+            most[window, shape] = max(most.get((window, shape), 0), len(layers))
+        return ", ".join(
+            f"{windows_in_words(g.window for g in self.groups if (g.window, g.shape) == (window, shape))} and "
+            f"{size} {'layer' if size == 1 else 'layers'} of {shape}"
+            for (window, shape), size in most.items()
+        )
 
     @cached_property
     def has_windows(self) -> bool:
         """Whether a group has one."""
         return any(group.window is not None for group in self.groups)
+
+    @cached_property
+    def has_shapes(self) -> bool:
+        """Whether layers have several shapes."""
+        return self.groups[0].shape is not None
 
     @cached_property
     def leader_is_full(self) -> bool:
@@ -161,7 +197,7 @@ class LayerGroups:
 
     @property
     def num_padding(self) -> int:
-        """How many layers more the groups have room for than there are."""
+        """How many layers more the groups have room for than there are, if all have one shape."""
         return len(self.groups) * self.group_size - sum(len(group.layers) for group in self.groups)
 
     def first_columns(self, num_computed: Any, keep: int = 0) -> Counts:
@@ -277,15 +313,20 @@ def _most_columns(before: Any, block_size: int, chunk: Any = 1) -> Any:
     return -(-before // block_size) - (1 - chunk) // block_size + 1
 
 
-def _cost(size: int, block_size: int, counts: dict[int | None, int]) -> float:
-    """What groups of a size cost, in layers of a block."""
+def _width(shape: Shape | None) -> int:
+    """What a token takes in a layer: the elements of K, or 1 if all layers have one shape."""
+    return 1 if shape is None else shape[0] * shape[1]
+
+
+def _cost(room: int, block_size: int, counts: dict[_Kind, int]) -> float:
+    """What groups cost if a token has so much room in a block, in the unit of `_width`."""
     columns = -(-_USUAL_LENGTH // block_size)
     num_groups = blocks = 0
-    for window, count in counts.items():
-        groups = -(-count // size)
+    for (window, shape), count in counts.items():
+        groups = -(-count // (room // _width(shape)))
         num_groups += groups
         blocks += groups * (columns if window is None else min(columns, _most_columns(window - 1, block_size)))
-    return size * blocks * (1 + _COST_OF_GROUP * num_groups)
+    return room * blocks * (1 + _COST_OF_GROUP * num_groups)
 
 
 def _windows(windows: Any, num_layers: int, max_seq_len: int | None) -> list[int | None]:
@@ -305,22 +346,23 @@ def _windows(windows: Any, num_layers: int, max_seq_len: int | None) -> list[int
     return [None if w is None or (max_seq_len is not None and w >= max_seq_len) else w for w in checked]
 
 
-def _same_as(same_as: Mapping[int, int] | None, windows: list[int | None]) -> dict[int, int]:
+def _same_as(same_as: Mapping[int, int] | None, kinds: list[_Kind]) -> dict[int, int]:
     """Check which layers read the K and V of which others."""
     if same_as is not None and not isinstance(same_as, Mapping):
         raise TypeError(f"same_as must be a dict from layers to earlier layers, got {type(same_as).__name__}")
     given = {as_int("same_as", layer): as_int("same_as", other) for layer, other in (same_as or {}).items()}
     checked: dict[int, int] = {}
     for layer, other in sorted(given.items()):
-        as_int("same_as", layer, maximum=len(windows) - 1)
+        as_int("same_as", layer, maximum=len(kinds) - 1)
         if other >= layer:
             raise ValueError(f"same_as must name an earlier layer for layer {layer}, got {other}")
         if other in checked:
             raise ValueError(f"same_as must name layers with K and V, but {other}, for layer {layer}, has none itself")
-        if windows[layer] != windows[other]:
-            raise ValueError(
-                f"same_as must name a layer of the same window for layer {layer}, which has {windows[layer]}, "
-                f"but {other} has {windows[other]}"
-            )
+        for what, asked, has in zip(("window", "shape"), kinds[layer], kinds[other], strict=True):
+            if asked != has:
+                raise ValueError(
+                    f"same_as must name a layer of the same {what} for layer {layer}, which has {asked}, but {other} "
+                    f"has {has}"
+                )
         checked[layer] = other
     return checked

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from ..layouts import cache_shapes, require_head_dim, storage_dtype
-from ..typing import KvDtype, Layout
-from .arguments import as_int
+from ..layouts import require_head_dim, storage_dtype
+from ..typing import KvDtype
+from .arguments import as_int, per_layer
 from .device.arrays import Arrays
-from .groups import LayerGroups
+from .device.layer_caches import bytes_of_block
+from .groups import LayerGroups, Shape
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
 _UNITS |= {"kB": 1000} | {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
@@ -23,8 +23,8 @@ _UNITS |= {"kB": 1000} | {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumera
 def kv_bytes(
     num_tokens: int,
     num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
+    num_kv_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
     dtype: Any = "float32",
     *,
     kv_dtype: KvDtype | None = None,
@@ -42,8 +42,10 @@ def kv_bytes(
     ----------
     num_tokens : int
         At least 0.
-    num_layers, num_kv_heads, head_dim : int
-        Of the model; at least 1, and D a multiple of 8 from 8 to 512.
+    num_layers : int
+        Of the model, at least 1.
+    num_kv_heads, head_dim : int, or list of int
+        For all layers, or for each; at least 1, and D a multiple of 8 from 8 to 512.
     dtype : dtype-like
         float32, float16 or bfloat16.
     kv_dtype : str or None
@@ -51,7 +53,8 @@ def kv_bytes(
     block_size : int
         P: the tokens are rounded up to whole blocks.
     windows, same_as, group_size
-        As in `PagedKVCache`. With a group_size of 1 no group is padded: the bytes are those that the windows need.
+        As in `PagedKVCache`. With a group_size of 1 and one shape no group is padded: the bytes are those that the
+        windows need.
 
     Returns
     -------
@@ -80,24 +83,33 @@ def kv_bytes(
     """
     num_tokens = as_int("num_tokens", num_tokens)
     num_layers = as_int("num_layers", num_layers, minimum=1)
-    num_kv_heads = as_int("num_kv_heads", num_kv_heads, minimum=1)
+    shapes = shapes_of(num_layers, num_kv_heads, head_dim)
     block_size = as_int("block_size", block_size, minimum=1)
-    require_head_dim(as_int("head_dim", head_dim))
     itemsize = storage_dtype(dtype, kv_dtype).itemsize
-    if windows is None and same_as is None and group_size is None:
-        num_blocks, size = -(-num_tokens // block_size), num_layers
-    else:
-        groups = LayerGroups.of(windows, num_layers, block_size, same_as=same_as, group_size=group_size)
-        num_blocks, size = groups.held(num_tokens), groups.group_size
-    return 2 * size * num_kv_heads * int(head_dim) * itemsize * block_size * num_blocks
+    if len(shapes) == 1 and windows is None and same_as is None and group_size is None:
+        [(num_kv_heads, head_dim)] = shapes
+        return 2 * num_layers * num_kv_heads * head_dim * itemsize * block_size * -(-num_tokens // block_size)
+    of_groups: dict[str, Any] = {"same_as": same_as, "group_size": group_size, "shapes": shapes}
+    groups = LayerGroups.of(windows, num_layers, block_size, **of_groups)
+    return bytes_of_block(groups, shapes, "NHD", block_size, itemsize) * groups.held(num_tokens)
 
 
-def bytes_of_block(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, layout: Layout, itemsize: int
-) -> int:
-    """The bytes of one block in K and V of as many layers as a group may have."""
-    shapes = cache_shapes(layout, 1, block_size, num_kv_heads, head_dim, itemsize)
-    return num_layers * itemsize * sum(math.prod(shape) for shape in shapes)
+def shapes_of(num_layers: int, num_kv_heads: Any, head_dim: Any) -> list[Shape]:
+    """Check Hkv and D of the layers: a list with one if all have the same, or else with one for each."""
+    for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if hasattr(value, "tolist") and not isinstance(value, np.integer):
+            raise TypeError(
+                f"{name} must be an int, or a list with one for each layer, got {type(value).__name__}: pass its "
+                "tolist()"
+            )
+    if not isinstance(num_kv_heads, (list, tuple)) and not isinstance(head_dim, (list, tuple)):
+        num_layers = 1  # that of all
+    heads = [as_int("num_kv_heads", n, minimum=1) for n in per_layer("num_kv_heads", num_kv_heads, num_layers)]
+    dims = [as_int("head_dim", n) for n in per_layer("head_dim", head_dim, num_layers)]
+    for dim in dims:
+        require_head_dim(dim)
+    shapes = [*zip(heads, dims, strict=True)]
+    return shapes if len({*shapes}) > 1 else shapes[:1]
 
 
 def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> int:

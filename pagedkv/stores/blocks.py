@@ -37,7 +37,8 @@ class CacheBlocks:
     block_tokens : int
         As in `Wire`.
     layers : sequence of int, or None
-        All layers of one window, whose K and V the blocks have; None for all layers of a cache without windows.
+        All layers of one window and one shape, whose K and V the blocks have; None for all layers of a cache without
+        windows.
 
     Attributes
     ----------
@@ -60,6 +61,11 @@ class CacheBlocks:
     ) -> None:
         if not isinstance(cache, PagedKVCache):
             raise TypeError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+        if layers is None and cache.layer_groups.has_shapes:
+            raise ValueError(
+                f"cache must have layers of one shape, got {cache.layer_groups}: sequences of others are not swapped, "
+                "but StoredPrefixes takes them"
+            )
         if layers is None and (len(cache.groups) > 1 or cache.groups[0].window is not None):
             raise ValueError(
                 f"cache must have one group of layers, without a window, got {cache.groups}: it releases blocks that a "
@@ -72,12 +78,12 @@ class CacheBlocks:
         options = cache._options[0]
         self._layout, kv_dtype = options["layout"], options["kv_dtype"]
         self._on_device = cache._arrays.on_device
-        k_cache, v_cache = cache.k_caches[0], cache.v_caches[0]
+        with_kv = sorted(layer for group in cache.groups for layer in group.layers)  # not those that read another's
+        self._layers = with_kv if layers is None else sorted(layers)
+        k_cache, v_cache = (caches[self._layers[0]] for caches in (cache.k_caches, cache.v_caches))
         geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
         self.num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
         kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
-        with_kv = sorted(layer for group in cache.groups for layer in group.layers)  # not those that read another's
-        self._layers = with_kv if layers is None else sorted(layers)
         group_of = cache.layer_groups.group_of
         self.groups = sorted({group_of[layer] for layer in self._layers})
         named = () if self._layers == with_kv else self._layers
@@ -85,8 +91,8 @@ class CacheBlocks:
         self._scales = [b""] * self.num_heads if kv_dtype is None else self._scales_of_heads()
 
     @classmethod
-    def of_each_window(cls, cache: PagedKVCache, model: str, **options: int) -> list[CacheBlocks]:
-        """Those of the layers without a window, and of the layers of each window; `options` as in `CacheBlocks`.
+    def of_each_kind(cls, cache: PagedKVCache, model: str, **options: int) -> list[CacheBlocks]:
+        """Those of the layers of each window and shape, layers without a window first; `options` as in `CacheBlocks`.
 
         Raises
         ------
@@ -99,10 +105,10 @@ class CacheBlocks:
                 "tokens of a sequence in all layers, their ids are lost, and a store finds nothing without them. Make "
                 "the cache without windows, and pass window= to attend"
             )
-        layers: dict[int | None, list[int]] = {None: []}
-        for group in cache.groups:
-            layers.setdefault(group.window, []).extend(group.layers)
-        return [cls(cache, model, layers=of_window, **options) for of_window in layers.values()]
+        layers: dict[tuple[Any, Any], list[int]] = {}
+        for group in sorted(cache.groups, key=lambda group: group.window is not None):
+            layers.setdefault((group.window, group.shape), []).extend(group.layers)
+        return [cls(cache, model, layers=of_kind, **options) for of_kind in layers.values()]
 
     @property
     def bytes_of_all_heads(self) -> int:

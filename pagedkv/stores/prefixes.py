@@ -104,13 +104,14 @@ class StoredPrefixes:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
         self.cache, self.chains = cache, chains
         options = {"first_head": first_head, "block_tokens": block_tokens}
-        self.blocks, *self.windows = CacheBlocks.of_each_window(cache, model, **options)
+        self.blocks, *self.windows = CacheBlocks.of_each_kind(cache, model, **options)
         # Tokens appended at a time, so that windows give blocks back in between.
         self.chunk = self.blocks.wire.block_tokens if self.windows else None
         self.patient = PatientStore(store, timeout, max_pending_bytes)
-        sizes = [blocks.wire.block_bytes for blocks in (self.blocks, *self.windows)]
-        require_room(store, max(sizes), len(sizes) * self.blocks.num_heads)
-        if max_pending_bytes < (needed := self.blocks.num_heads * sum(sizes)):
+        kinds = self.blocks, *self.windows
+        largest = max(blocks.wire.block_bytes for blocks in kinds)
+        require_room(store, largest, sum(blocks.num_heads for blocks in kinds))
+        if max_pending_bytes < (needed := sum(blocks.bytes_of_all_heads for blocks in kinds)):
             raise ValueError(
                 f"max_pending_bytes must be at least {needed}, what {block_tokens} tokens take in this cache, got "
                 f"{max_pending_bytes}, which lets no block wait for the store"

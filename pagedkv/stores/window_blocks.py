@@ -1,4 +1,4 @@
-"""WindowBlocks: the wire blocks of a text in the layers that have windows."""
+"""WindowBlocks: the wire blocks of a text in all layers but those whose blocks come first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Came = dict[bytes, list[npt.NDArray[np.uint8]] | None]
 
 
 class WindowBlocks:
-    """Which wire blocks of a text the next query sees in layers with windows, and where in a cache they go.
+    """Which wire blocks of a text the next query sees in layers of other windows or shapes, and where they go.
 
     A beginning of the text is of use only if these layers have its last tokens, too: those of the cache's blocks that
     no window has passed. The tokens before them need not come.
@@ -23,7 +23,7 @@ class WindowBlocks:
     Parameters
     ----------
     windows : sequence of CacheBlocks
-        Of the layers of each window.
+        Of the layers of each other window and shape.
     ids : (num_tokens,) int32
     root : bytes
         The root digest of its salt.

@@ -4,9 +4,9 @@ A wire block holds the K and V of `block_tokens` successive tokens, of all layer
 sequence into wire blocks from its first token on, whatever its own block size, so caches may differ in block size, in
 layout, in array module, and in how many ranks share the KV heads.
 
-Where layers have windows, the layers of each window have wire blocks of their own, as if they were a model: a window
-passes tokens that the other layers still need. The first block of what a sequence holds behind its window may lack
-tokens, which are zeros in it, and is named by how many it lacks.
+Where layers have windows or several shapes, the layers of each window and shape have wire blocks of their own, as if
+they were a model: a window passes tokens that the other layers still need. The first block of what a sequence holds
+behind its window may lack tokens, which are zeros in it, and is named by how many it lacks.
 
 A block is a header and the payload, in the byte order of x86 and Arm (little-endian). The header has 128 bytes:
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 from argparse import ArgumentParser
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..layer_states import LayerStates, layer_states
-from ..layer_windows import LayerWindows, layer_windows, unequal_layers
+from ..layer_windows import LayerWindows, layer_shapes, layer_windows, unequal_layers
 from ..layouts import FLOAT_DTYPES, FP8_KINDS, storage_dtype
 from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
+from ..memory.device.layer_caches import bytes_of_block
 from ..memory.groups import LayerGroups
-from ..memory.sizing import blocks_in, bytes_of, kv_bytes
+from ..memory.sizing import blocks_in, bytes_of, kv_bytes, shapes_of
 from ..typing import KvDtype
 
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -59,8 +61,7 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
     OSError
         The file cannot be read.
     ValueError
-        It is no JSON, does not say the shape, or the model's layers do not all keep K and V of one shape, or states of
-        a known kind.
+        It is no JSON, does not say the shape, or the model's layers do not all keep K and V, or states of a known kind.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
@@ -84,8 +85,11 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
         dtype = next(filter(None, dtypes), None)
         shape |= {"dtype": dtype} if dtype else {}
         _bytes(1, **shape)
-        layers, states = layer_windows(config, shape["num_layers"]), layer_states(config, shape["num_layers"])
-        return Model(shape | {"num_layers": len(layers.layers)}, layers, states)
+        num_layers = shape["num_layers"]
+        layers, states = layer_windows(config, num_layers), layer_states(config, num_layers)
+        shape |= {"num_layers": len(layers.layers)} | layer_shapes(config, *(shape[name] for name in CONFIG))
+        _bytes(1, **shape)
+        return Model(shape, layers, states)
     except OSError as error:
         raise OSError(
             f"--config {file} cannot be read ({error.strerror}): give a model's config.json, or the folder with it; "
@@ -162,17 +166,19 @@ def run(
         options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise ValueError(f"the model's shape is missing: give {options}, or --config with its config.json")
     model["kv_dtype"] = kv_dtype
-    block_bytes_of_all = _bytes(1, **model, block_size=block_size)
+    if "num_layers" in given and any(isinstance(model[name], list) for name in CONFIG):
+        raise ValueError("--num-layers must be left out, since the layers of --config have several shapes")
+    _bytes(1, **model, block_size=block_size)
     layers: dict[str, Any] = {}
     if "num_layers" not in given and (any(read.layers.windows) or read.layers.same_as):
         layers = read.layers.options
-    groups = LayerGroups.of(
-        layers.get("windows"), model["num_layers"], block_size, same_as=layers.get("same_as"), group_size=group_size
-    )
-    block_bytes = block_bytes_of_all // model["num_layers"] * groups.group_size
-    own: dict[str, Any] = {"same_as": layers.get("same_as"), "group_size": 1}  # without windows and padding
-    head = {name: model[name] for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
-    head |= {"bytes of a token": kv_bytes(1, **model, **own), f"of a block of {block_size}": block_bytes}
+    shapes = shapes_of(*(model[name] for name in CONFIG))
+    of_groups: dict[str, Any] = {"same_as": layers.get("same_as"), "group_size": group_size, "shapes": shapes}
+    groups = LayerGroups.of(layers.get("windows"), model["num_layers"], block_size, **of_groups)
+    itemsize = storage_dtype(model["dtype"], kv_dtype).itemsize
+    block_bytes = bytes_of_block(groups, shapes, "NHD", block_size, itemsize)
+    head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
+    head |= {"bytes of a token": _unpadded_bytes(1, model, groups), f"of a block of {block_size}": block_bytes}
     state_bytes = sum(
         math.prod(of_all) * storage_dtype(dtype, None).itemsize
         for of_all, dtype in read.states.arrays(model["dtype"]).values()
@@ -186,9 +192,8 @@ def run(
         longest = groups.longest(max(0, room - state_bytes) // block_bytes)
         head["longest sequence"] = "any" if longest == MAX_INT64 else longest
     if layers or len(groups.groups) > 1:
-        head["groups of layers"] = (
-            f"{groups}; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
-        )
+        sizes = f"; {groups.group_size} layers each, {groups.num_padding} padding layers in all"
+        head["groups of layers"] = f"{groups}{'' if groups.has_shapes else sizes}"
     rows = [head]
     for tokens in num_tokens:
         _bytes(tokens, **model, block_size=block_size)
@@ -196,8 +201,8 @@ def run(
         num_bytes = blocks * block_bytes
         row: dict[str, Any] = {"tokens": tokens, "blocks": blocks, "bytes": num_bytes, "GiB": num_bytes / 2**30}
         if layers:
-            needed = kv_bytes(tokens, **model, block_size=block_size, windows=layers["windows"], **own)
-            without = kv_bytes(tokens, **model, block_size=block_size, **own)
+            needed = _unpadded_bytes(tokens, model, groups, block_size=block_size)
+            without = _unpadded_bytes(tokens, model, groups, block_size=block_size, windows=None)
             row |= {"GiB needed": needed / 2**30, "GiB without windows": without / 2**30}
         if state_bytes:
             row["GiB with its state"] = (num_bytes + state_bytes) / 2**30
@@ -206,3 +211,20 @@ def run(
             row["sequences"] = room // taken if taken else "any"
         rows.append(row)
     return rows
+
+
+def _in_words(sizes: int | list[int]) -> int | str:
+    """A size of all layers, or those that some of them have."""
+    return " and ".join(map(str, dict.fromkeys(sizes))) if isinstance(sizes, list) else sizes
+
+
+def _unpadded_bytes(num_tokens: int, model: Mapping[str, Any], groups: LayerGroups, **options: Any) -> int:
+    """What the layers of a sequence take if each of them has blocks of its own; `options` of `kv_bytes`."""
+    counts = Counter[tuple[Any, Any]]()
+    for window, layers, shape in groups.groups:
+        counts[window, shape or (model["num_kv_heads"], model["head_dim"])] += len(layers)
+    total = 0
+    for (window, of_kind), num_layers in counts.items():
+        sizes = dict(zip(CONFIG, (num_layers, *of_kind), strict=True))
+        total += kv_bytes(num_tokens, **{**model, **sizes, "windows": window, "group_size": 1, **options})
+    return total

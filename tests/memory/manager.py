@@ -26,7 +26,7 @@ Manager = BlockPool | SequenceTable | PagedKVCache
 
 PARTS = (BlockPool, SequenceTable, SequenceRows, Handles, Chains, PrefixCache, HashIndex, LRU, Outbox, Holders, Windows)
 PARTS += (StateSlots,)
-NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_alike"}
+NO_STATE = {"_guard", "_arrays", "_batches", "_hash_of", "_listener", "_medium", "_options", "_kinds"}
 NO_STATE |= {"groups", "_groups", "layer_groups", "_same_as", "_remedy"}
 NO_STATE |= {"_layer_caches", "_state_arrays"}  # what k_caches and v_caches are views of, and states
 NO_STATE |= {"_known", "_last_step", "_num_changes"}  # what follows from other state, and how often that has changed

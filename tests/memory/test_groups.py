@@ -25,6 +25,15 @@ MODELS = [
     ("EXAONE 4 32B", (16, 48), 4096, 16, (1, 3), 0),
     ("Mistral 7B v0.1", (0, 32), 4096, 32, (0, 1), 0),
 ]
+# With one block size: model, (layers with a window, Hkv and D), the same of those without, window, layers of a group of
+# each, (groups of the former, of the latter).
+SHAPES = [
+    ("Gemma 4 E2B", (12, (1, 256)), (3, (1, 512)), 512, (6, 3), (2, 1)),
+    ("Gemma 4 E4B", (20, (2, 256)), (4, (2, 512)), 512, (4, 2), (5, 2)),
+    ("Gemma 4 12B", (40, (8, 256)), (8, (1, 512)), 1024, (2, 8), (20, 1)),
+    ("Gemma 4 26B-A4B", (25, (8, 256)), (5, (2, 512)), 1024, (1, 2), (25, 3)),
+    ("Gemma 4 31B", (50, (16, 256)), (10, (4, 512)), 1024, (5, 10), (10, 1)),
+]
 
 
 def two_groups(window):
@@ -62,9 +71,22 @@ def test_the_docs_say_what_windows_save(model, counts, window, size):
     ]
 
 
+@pytest.mark.parametrize(("model", "windowed", "full", "window", "sizes", "num_groups"), SHAPES, ids=lambda x: str(x))
+def test_the_groups_of_layers_of_several_shapes(model, windowed, full, window, sizes, num_groups):
+    windows, shapes = [window] * windowed[0] + [None] * full[0], [windowed[1]] * windowed[0] + [full[1]] * full[0]
+    layers = LayerGroups.of(windows, len(windows), 16, shapes=shapes)
+    for shape, of_shape, size, num in zip((windowed[1], full[1]), (window, None), sizes, num_groups, strict=True):
+        groups = [group for group in layers.groups if group.shape == shape]
+        assert {group.window for group in groups} == {of_shape}
+        assert (max(len(group.layers) for group in groups), len(groups)) == (size, num)
+
+
 def test_groups_of_a_forced_size():
     layers = LayerGroups.of(([1024] * 5 + [None]) * 10 + [1024] * 2, 62, 16, group_size=10)
     assert (len(layers.groups), layers.num_padding) == (7, 8)
+    shapes = [(8, 16)] * 4 + [(2, 16)] * 8
+    groups = LayerGroups.of(None, 12, 16, shapes=shapes, group_size=2).groups
+    assert [(len(group.layers), group.shape) for group in groups] == [(2, (8, 16)), (2, (8, 16)), (8, (2, 16))]
 
 
 def test_every_layer_has_a_place_of_its_own_and_groups_are_filled_evenly():

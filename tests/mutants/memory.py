@@ -168,9 +168,33 @@ MUTANTS = [
     ),
     Mutant(
         "groups: a size is chosen without its padding",
-        "return size * blocks * (1 + _COST_OF_GROUP * num_groups)",
+        "return room * blocks * (1 + _COST_OF_GROUP * num_groups)",
         "return blocks * (1 + _COST_OF_GROUP * num_groups)",
         "tests/memory/test_groups.py::test_the_groups_of_models",
+    ),
+    Mutant(
+        "groups: layers of several shapes count alike",
+        "return 1 if shape is None else shape[0] * shape[1]",
+        "return 1",
+        "tests/memory/test_groups.py::test_the_groups_of_layers_of_several_shapes",
+    ),
+    Mutant(
+        "groups: a layer reads the K and V of one of another shape",
+        'for what, asked, has in zip(("window", "shape"), kinds[layer], kinds[other], strict=True):',
+        'for what, asked, has in zip(("window",), kinds[layer], kinds[other]):',
+        "tests/memory/groups/test_shapes.py::test_refusals",
+    ),
+    Mutant(
+        "caches: the parts of a block begin at any byte",
+        "_ALIGNED = 16",
+        "_ALIGNED = 1",
+        "tests/memory/groups/test_shapes.py::test_all_groups_share_the_bytes_of_a_block",
+    ),
+    Mutant(
+        "caches: V lies on K",
+        "(start + k, v_shape)",
+        "(start, v_shape)",
+        "tests/memory/groups/test_shapes.py::test_one_cache_has_the_bits_of_a_cache_for_each_shape[NHD-Gemma 4]",
     ),
     Mutant(
         "groups: a block is released with a key that the next query sees",

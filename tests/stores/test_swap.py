@@ -200,7 +200,9 @@ def test_what_is_no_cache_is_refused():
         SwapSpace(None, "1MiB")
 
 
-def test_windows_are_refused():
+def test_windows_and_several_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"^cache must have layers of one shape, got \d without a window"):
+        SwapSpace(make_cache(head_dim=[8, 16, 8]), "1MiB")
     with pytest.raises(ValueError, match="cache must have one group of layers, without a window, got "):
         SwapSpace(make_cache(windows=4 * W), "1MiB")
 

@@ -19,6 +19,7 @@ from .test_prefixes import FaultyStore, damage, make_store, prefixes_of
 WINDOWS = [2 * W, None, 2 * W]
 NUM_TOKENS = 10 * W + 3
 FULL = 10 * W
+SEVERAL = {"num_kv_heads": [HEADS, 1, HEADS], "head_dim": [8, DIM, 8]}
 KV = np.random.default_rng(0).standard_normal((LAYERS, 2, 200, HEADS, DIM), np.float32)
 
 
@@ -27,6 +28,11 @@ def windowed(num_blocks=200, block_size=4, windows=WINDOWS, **options):
     cache = make_cache(num_blocks, block_size, windows=windows, **options)
     fill(cache)
     return cache
+
+
+def shape_of(cache, layer):
+    """Hkv and D."""
+    return cache.groups[cache.layer_groups.group_of[layer]].shape or (HEADS, DIM)
 
 
 def kv_of(tokens):
@@ -41,7 +47,8 @@ def computed(cache, tokens, salt=None, chunk=None):
         stop = min(len(tokens), length + (chunk or len(tokens)))
         slots = cache.append(seq, stop - length, tokens=tokens[length:stop])
         for layer, kv in enumerate(kv_of(tokens)[:, :, length:stop]):
-            cache.write(layer, *kv, slots)
+            heads, dim = shape_of(cache, layer)
+            cache.write(layer, *kv[:, :, :heads, :dim], slots)
         cache.commit(seq)
         length = stop
     return seq
@@ -53,9 +60,10 @@ def assert_written(cache, tokens, slots):
     for layer, group in enumerate(cache.layer_groups.group_of):
         [there] = (slots[group] >= 0).nonzero()
         ids, offsets = np.divmod(slots[group, there], cache.block_size)
+        heads, dim = shape_of(cache, layer)
         for i, caches in enumerate((cache.k_caches, cache.v_caches)):
             rows = as_tokens(host_view(caches[layer]), cache._options[layer]["layout"], is_key=i == 0)[ids, offsets]
-            np.testing.assert_array_equal(rows.reshape(-1, HEADS, DIM), expected[layer, i, there])
+            np.testing.assert_array_equal(rows.reshape(-1, heads, dim), expected[layer, i, there, :heads, :dim])
 
 
 def assert_found_is_written(cache, tokens, salt=None):
@@ -72,7 +80,7 @@ def assert_goes_on(cache, seq, tokens):
     """A sequence has the K and V of a text, as far as the next query sees them."""
     slots = np.asarray(cache.slots(seq, 0, len(tokens)))
     assert_written(cache, tokens, slots)
-    for group, (window, _) in enumerate(cache.groups):
+    for group, (window, *_) in enumerate(cache.groups):
         assert (slots[group, 0 if window is None else max(0, len(tokens) - window + 1) :] >= 0).all()
     cache.append(seq, 1, tokens=[7])
     cache.check()
@@ -91,9 +99,10 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("shapes", [{}, SEVERAL, SEVERAL | {"windows": [2 * W, None, None]}], ids=str)
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-def test_another_cache_finds_what_one_has_stored(options):
-    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(), windowed(**options)
+def test_another_cache_finds_what_one_has_stored(options, shapes):
+    tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(**shapes), windowed(**shapes | options)
     computed(cache, tokens)
     with prefixes_of(cache, store) as prefixes:
         assert prefixes.store(tokens) == FULL
@@ -179,7 +188,7 @@ def test_blocks_that_other_layers_have_taken_are_not_stored(num_blocks, num_toke
 
 def lose(cache, store, tokens, lost):
     """Have the store lose wire blocks of the layers with a window, by their numbers."""
-    _, window = CacheBlocks.of_each_window(cache, "a model", block_tokens=W)
+    _, window = CacheBlocks.of_each_kind(cache, "a model", block_tokens=W)
     digests = window.wire.digests(np.asarray(tokens, np.int32), root_digest(None))
     store.remove([name.key for i in lost for name in window.names(digests[i])[1:2]])
 

@@ -8,6 +8,7 @@ import pytest
 from pagedkv.__main__ import main
 from pagedkv.trace.model import MOST_CONFIG_BYTES, read_config
 
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "which-models.md"
 LLAMA = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "torch_dtype": "bfloat16"}
 EXPECTED = {"num_layers": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -43,6 +44,17 @@ GEMMA_4_31B = config_of(60, 6, 1024, num_key_value_heads=16, head_dim=256) | {
     "num_global_key_value_heads": 4,
 }
 GEMMA_3N = config_of(35, 5, 512, num_key_value_heads=2, head_dim=256, num_kv_shared_layers=15)
+
+
+# Published ones: layers, every n-th without a window, the window, KV heads, those of layers without a window or None
+# for as many, and how many layers share K and V.
+GEMMA_4 = [
+    ("Gemma 4 E2B", 35, 5, 512, 1, None, 20),
+    ("Gemma 4 E4B", 42, 6, 512, 2, None, 18),
+    ("Gemma 4 12B", 48, 6, 1024, 8, 1, 0),
+    ("Gemma 4 26B-A4B", 30, 6, 1024, 8, 2, 0),
+    ("Gemma 4 31B", 60, 6, 1024, 16, 4, 0),
+]
 
 
 def printed(tmp_path, capsys, config, *words):
@@ -96,6 +108,27 @@ def test_what_windows_need_and_the_cache_takes(tmp_path, capsys, config, words, 
     assert head["groups of layers"] == groups
     assert row["bytes"] == taken
     assert [row[f"GiB{x}"] * 2**30 for x in ("", " needed", " without windows")] == [taken, needed, without]
+
+
+@pytest.mark.parametrize(("name", *"nfwhgs"), GEMMA_4, ids=lambda x: str(x))
+def test_the_docs_say_what_layers_of_several_shapes_take(tmp_path, capsys, name, n, f, w, h, g, s):
+    config = config_of(n, f, w, num_key_value_heads=h, head_dim=256, num_kv_shared_layers=s, model_type="gemma4_text")
+    config |= {"global_head_dim": 512, "num_global_key_value_heads": g, "attention_k_eq_v": g is not None}
+    head, *rows = printed(tmp_path, capsys, {"text_config": config}, "--num-tokens", "8192", "32768")
+    num_full = (n - s) // f
+    needed = [2 * 2 * (h * 256 * (n - s - num_full) * w + (g or h) * 512 * num_full * x) for x in (8192, 32768)]
+    taken = [row["bytes"] for row in rows]
+    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    assert [cell.strip() for cell in line.split("|")[2:-1]] == [
+        f"{n - s - num_full} of {h} x 256, window {w:,}",
+        f"{num_full} of {g or h} x 512",
+        head["groups of layers"],
+        *(f"{x / 2**20:,.1f} (+{x / least - 1:.1%})" for x, least in zip(taken, needed, strict=True)),
+    ]
+    assert (head["num_kv_heads"], head["head_dim"]) == (f"{h} and {g}" if g else h, "256 and 512")
+    for row in rows:
+        assert row["GiB"] * 2**30 == row["bytes"]
+        assert row["GiB needed"] <= row["GiB"] < row["GiB without windows"]
 
 
 @pytest.mark.parametrize(("block_size", "expected"), [("16", 311_296), ("8", 266_240)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from contextlib import nullcontext, suppress
@@ -68,6 +69,11 @@ class Arrays:
                 return self._module.zeros(shape, dtype=getattr(self._module, dtype.name), device=self._device)
         with self._device:
             return self._module.zeros(shape, dtype=dtype)
+
+    def view(self, blocks: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """View some bytes of each block, from `start` on, as an array of a shape; `blocks` are (N, bytes) uint8."""
+        part = blocks[:, start : start + math.prod(shape[1:]) * dtype.itemsize]
+        return part.view(getattr(self._module, dtype.name) if self._is_torch else dtype).reshape(shape)
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
         """Convert a NumPy array to one of the module, sharing memory where possible.

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ...layouts import cache_shapes
 from ...typing import Layout
-from ..groups import LayerGroups
+from ..groups import LayerGroups, Shape
 from ..ids import Int64Array
 from .arrays import Arrays
 
 _AT_HAND = 2**17  # bytes that malloc has without asking the system
+_ALIGNED = 16  # bytes: kernels load as many at once
 
 
 class LayerCaches:
-    """K and V of all layers, in one allocation each, zero at first; layers of different groups share arrays.
+    """K and V of all layers, zero at first.
+
+    Where all layers have one shape, there is an allocation of K and one of V, and the i-th layers of all groups share
+    an array. Else there is one of whole blocks, in which the layers of a group lie side by side.
 
     Parameters
     ----------
     arrays : Arrays
     layout : str
-    sizes : tuple of int
-        N, P, Hkv and D.
+    num_blocks, block_size : int
+        N and P.
+    shapes : sequence of (int, int)
+        Hkv and D of all layers, or of each.
     groups : LayerGroups
     dtype : numpy.dtype
         What they are stored in.
@@ -33,8 +40,8 @@ class LayerCaches:
     ----------
     k_caches, v_caches : tuple of array
         Those of each layer, as views.
-    both : tuple of array
-        K and V, (group_size, ...) each.
+    stacks : tuple of array
+        What the layers are views of: K and V, (group_size, N, ...) each, or whole blocks, (1, N, bytes).
     views : tuple
         k_caches and v_caches as NumPy sees them, where it does: operations ask nobody else then.
 
@@ -48,47 +55,77 @@ class LayerCaches:
         self,
         arrays: Arrays,
         layout: Layout,
-        sizes: tuple[int, int, int, int],
+        num_blocks: int,
+        block_size: int,
+        shapes: Sequence[Shape],
         groups: LayerGroups,
         dtype: np.dtype[Any],
     ) -> None:
-        shapes = cache_shapes(layout, *sizes, dtype.itemsize)
-        self._arrays, self._num_arrays = arrays, groups.group_size
-        num_elements = sum(math.prod(shape[1:]) for shape in shapes)
-        self.block_bytes = groups.group_size * dtype.itemsize * num_elements
+        sizes = layout, block_size, dtype.itemsize
+        self._arrays, self.block_bytes = arrays, bytes_of_block(groups, shapes, *sizes)
+        pairs = [cache_shapes(layout, num_blocks, block_size, *shape, dtype.itemsize) for shape in shapes]
         try:
-            self.both = tuple(arrays.zeros((groups.group_size, *shape), dtype) for shape in shapes)
+            if groups.has_shapes:
+                self.stacks = (arrays.zeros((1, num_blocks, self.block_bytes), np.dtype(np.uint8)),)
+            else:
+                self.stacks = tuple(arrays.zeros((groups.group_size, *shape), dtype) for shape in pairs[0])
         except (MemoryError, RuntimeError, ValueError) as error:  # of NumPy or CuPy, of torch, of sizes beyond 64 bits
-            needed, free = sizes[0] * self.block_bytes, arrays.free_bytes()
+            needed, free = num_blocks * self.block_bytes, arrays.free_bytes()
             if free is None or needed <= free:
                 raise
             raise MemoryError(
-                f"num_blocks must fit into the {free:,} bytes of memory that are free, got {sizes[0]:,} blocks, which "
-                f"take {needed:,} bytes"
+                f"num_blocks must fit into the {free:,} bytes of memory that are free, got {num_blocks:,} blocks, "
+                f"which take {needed:,} bytes"
             ) from error
-        self.k_caches, self.v_caches = (tuple(stack[place] for place in groups.place_of) for stack in self.both)
+        if groups.has_shapes:
+            [blocks], both = self.stacks[0], []
+            for place, (k, v), (k_shape, v_shape) in zip(
+                groups.place_of, bytes_of_layers(shapes, *sizes), pairs, strict=True
+            ):
+                start = place * (k + v)
+                of_layer = ((start, k_shape), (start + k, v_shape))
+                both.append([arrays.view(blocks, first, shape, dtype) for first, shape in of_layer])
+            self.k_caches, self.v_caches = zip(*both, strict=True)
+        else:
+            self.k_caches, self.v_caches = (tuple(stack[place] for place in groups.place_of) for stack in self.stacks)
         self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
 
     def copy(self, copies: Int64Array) -> None:
         """Copy blocks in all layers, (m, 2) int64 of source and destination; no call reads these before the commit."""
         if len(copies):
             sources, destinations = self._ids(copies)
-            for stack in self.both:
+            for stack in self.stacks:
                 for layers in self._layers_at_a_time(copies):
                     stack[layers, destinations] = stack[layers, sources]
 
     def read(self, copies: Int64Array) -> None:
         """Raise what `copy` would raise: MemoryError, or RuntimeError while a stream is captured."""
         sources, _ = self._ids(copies)
-        self.both[0][self._layers_at_a_time(copies)[0], sources]
+        self.stacks[0][self._layers_at_a_time(copies)[0], sources]
 
     def _ids(self, copies: Int64Array) -> tuple[Any, ...]:
         return tuple(self._arrays.asarray(ids) for ids in copies.T.copy())
 
     def _layers_at_a_time(self, copies: Int64Array) -> list[slice]:
         """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
-        num_layers = self._num_arrays
-        at_once = num_layers
+        at_once = num_layers = len(self.stacks[0])
         if not self._arrays.on_device:
-            at_once = max(1, _AT_HAND * 2 * num_layers // max(1, self.block_bytes * len(copies)))
+            at_once = max(1, _AT_HAND * len(self.stacks) * num_layers // max(1, self.block_bytes * len(copies)))
         return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]
+
+
+def bytes_of_layers(shapes: Sequence[Shape], layout: Layout, block_size: int, itemsize: int) -> list[tuple[int, int]]:
+    """The bytes of one block in K and in V of layers, each aligned if several shapes share a block."""
+    of_layers = []
+    for shape in shapes:
+        k, v = (math.prod(part) * itemsize for part in cache_shapes(layout, 1, block_size, *shape, itemsize))
+        of_layers.append((k, v) if len(shapes) == 1 else (-(-k // _ALIGNED) * _ALIGNED, -(-v // _ALIGNED) * _ALIGNED))
+    return of_layers
+
+
+def bytes_of_block(groups: LayerGroups, shapes: Sequence[Shape], layout: Layout, block_size: int, itemsize: int) -> int:
+    """The bytes of one block in K and V: as many as the layers of the largest group need."""
+    of_layers = [k + v for k, v in bytes_of_layers(shapes, layout, block_size, itemsize)]
+    if not groups.has_shapes:
+        return groups.group_size * of_layers[0]
+    return max(sum(of_layers[layer] for layer in group.layers) for group in groups.groups)

@@ -34,6 +34,9 @@ WINDOWS = [
     {"windows": (9, 4)},
     {"windows": (2, 1)},
     {"windows": (5, 5), "group_size": 1},
+    {"windows": (6, None, 6, None, None), "num_kv_heads": (2, 1, 2, 1, 1), "head_dim": (8, 16, 8, 16, 16)},
+    {"windows": (None, 5, 3, 5), "num_kv_heads": (3, 2, 3, 2), "head_dim": (16, 8, 16, 8)},
+    {"windows": (4, None, 4, None), "num_kv_heads": 1, "head_dim": (8, 24, 8, 24), "same_as": {2: 0, 3: 1}},
     {"windows": 6},
     {"windows": 3},
     {"windows": (3, 2)},
@@ -84,8 +87,8 @@ class GroupMachine(RuleBasedStateMachine):
         self.listener = Listener()
         options = {"keep": keep, "max_seqs": max_seqs, "max_seq_len": 40 + block_size, "prefix_cache": prefix_cache}
         self.cache = pagedkv.PagedKVCache(
-            *(len(windows), num_blocks, block_size, 1, 8),
-            **layers,
+            *(len(windows), num_blocks, block_size),
+            **{"num_kv_heads": 1, "head_dim": 8} | layers,
             **options,
             events=self.listener,
             hash_of=hash_of,
@@ -201,8 +204,8 @@ class GroupMachine(RuleBasedStateMachine):
         assert (of_groups >= 0).all(), "a new token has no slot"
         assert (self.cache.pool.ref_counts[of_groups // size] == 1).all(), "a new token is in a shared block"
         values = np.array([*self.contents(seq)][start:], np.float32)
-        k = np.broadcast_to(values[:, None, None], (len(values), 1, 8)) * 8
         for layer in {*self.owner_of}:
+            k = np.broadcast_to(values[:, None, None], (len(values), *self.cache.k_caches[layer].shape[2:])) * 8
             self.cache.write(layer, k + layer, -k - layer, slots)
 
     # -- rules
@@ -484,7 +487,8 @@ class GroupMachine(RuleBasedStateMachine):
             for layer, (owner, group) in enumerate(zip(self.owner_of, self.group_of, strict=True)):
                 start, held = seq.first[group] * size, numbers[seq.first[group] * size :] * 8 + owner
                 for caches, expected in ((cache.k_caches, held), (cache.v_caches, -held)):
-                    assert caches[layer].reshape(-1, 8)[slots[group, start:], 5].tolist() == expected.tolist()
+                    rows = caches[layer].reshape(cache.pool.num_blocks * size, -1)[slots[group, start:]]
+                    assert (rows == expected[:, None]).all()
 
 
 class LongGroupMachine(GroupMachine):

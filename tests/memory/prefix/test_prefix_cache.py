@@ -314,7 +314,7 @@ def test_a_copy_that_cannot_begin_changes_nothing(monkeypatch, copying):
 
     cache, call = copying
     with monkeypatch.context() as patch:
-        patch.setattr(cache._layer_caches, "both", tuple(stack.view(Full) for stack in cache._layer_caches.both))
+        patch.setattr(cache._layer_caches, "stacks", tuple(stack.view(Full) for stack in cache._layer_caches.stacks))
         with refused(cache, MemoryError, "injected"):
             call()
     assert cache.find([1, 2, 3, 4, 5]) == 4
