@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from ...layer_states import LayerStates, layer_states, why_no_states
-from ...layer_windows import LAYER_TYPES, WITH_STATE, LayerWindows, layer_windows, unequal_layers
+from ...layer_windows import LAYER_TYPES, WITH_STATE, LayerWindows, layer_shapes, layer_windows, unequal_layers
 
 CACHE_NAMES = "cache", "past_key_values"  # of a model's input; the second one before transformers 5.24
-_SHAPE = {"num_attention_heads", "num_key_value_heads", "head_dim"}
+_SHAPE = {"num_key_value_heads", "head_dim"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 # Keys and values of other heads, masks, or keywords of theirs do not come to attention as others' do.
 _ATTEND_ON_THEIR_OWN = {"doge", "jetmoe", "mimo_v2_flash", "nemotron"}
+_HAND_ON_SHARED = {"gemma3n_text", "gemma4_text", "gemma4_unified_text"}
 _SEE_ALL_OF_AN_IMAGE = {"gemma3", "gemma4", "gemma4_unified", "molmo2"}
 
 
@@ -60,11 +61,23 @@ def num_layers(model: PreTrainedModel) -> int:
     return layers
 
 
-def kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(num_layers, num_kv_heads, head_dim) of a supported model: layers that attend, and heads of this rank."""
-    config = text_config(model)
+def kv_shape(model: PreTrainedModel) -> tuple[int, int | list[int], int | list[int]]:
+    """(num_layers, num_kv_heads, head_dim) of a supported model: layers that attend, and heads of this rank.
+
+    The last two are lists with one for each of these layers where they differ.
+    """
+    config, count = text_config(model), len(kv_windows(model).layers)
+    if _has_shapes(config):
+        said = config.to_dict()
+        shapes = layer_shapes(said, num_layers(model), said["num_key_value_heads"], said["head_dim"])
+        return count, shapes["num_kv_heads"], shapes["head_dim"]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return len(kv_windows(model).layers), _num_kv_heads(config) // heads_divided_by(model), head_dim
+    return count, _num_kv_heads(config) // heads_divided_by(model), head_dim
+
+
+def _has_shapes(config: Any) -> bool:
+    """Whether the layers of a decoder differ in the shape of their K and V; its configuration has none for all then."""
+    return not _SHAPE.isdisjoint(config.per_layer_attributes or ())
 
 
 def kv_windows(model: PreTrainedModel) -> LayerWindows:
@@ -86,6 +99,8 @@ def has_states(model: PreTrainedModel) -> bool:
 
 def heads_divided_by(model: PreTrainedModel) -> int:
     """How many ranks divide the heads of a supported model among them: 1 if each rank has all of them."""
+    if num_ranks(model) == 1:
+        return 1
     num_kv_heads = _num_kv_heads(text_config(model))
     return num_kv_heads // (_kv_heads_of_rank(model, num_kv_heads) or num_kv_heads)
 
@@ -220,8 +235,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
     """Why paged attention cannot run a model; None if it can."""
     if model.config.is_encoder_decoder:
         return "is an encoder-decoder, whose cross-attention sees tokens that are no part of its sequence"
-    if several := _SHAPE & (config.per_layer_attributes or set()):
-        return f"has layers of several {', '.join(sorted(several))}"
+    if "num_attention_heads" in (config.per_layer_attributes or ()):
+        return "has layers of several num_attention_heads"
     if not hasattr(config, "num_attention_heads"):
         return "has layers with a state in place of keys and values (Mamba)"
     if reason := why_no_states(config.to_dict()):
@@ -247,8 +262,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return f"has multi_query={config.multi_query} and num_key_value_heads={config.num_key_value_heads}"
     if config.model_type == "diffllama":
         return "attends twice in each layer, to two parts of its values"
-    # Of these, Gemma 3n alone hands the keys and values of another layer to attention.
-    if getattr(config, "num_kv_shared_layers", 0) and config.model_type != "gemma3n_text":
+    # Of these, Gemma 3n and 4 alone hand the keys and values of another layer to attention.
+    if getattr(config, "num_kv_shared_layers", 0) and config.model_type not in _HAND_ON_SHARED:
         return "has layers that read the keys and values of other layers"
     if config.model_type in _ATTEND_ON_THEIR_OWN or not (
         model._can_set_attn_implementation() or config.model_type == "bloom"
@@ -261,9 +276,10 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "is an encoder, whose tokens see later ones"
     if reason := _why_not_on_ranks(model, config):
         return reason
-    head_dim = kv_shape(model)[2]
-    if head_dim % 8 or not 8 <= head_dim <= 512:
-        return f"has head_dim {head_dim}, which is no multiple of 8 from 8 to 512"
+    head_dims = kv_shape(model)[2]
+    for head_dim in head_dims if isinstance(head_dims, list) else [head_dims]:
+        if head_dim % 8 or not 8 <= head_dim <= 512:
+            return f"has head_dim {head_dim}, which is no multiple of 8 from 8 to 512"
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"has dtype {model.dtype}, which is none of float32, float16 and bfloat16"
     return None
@@ -279,6 +295,8 @@ def _why_not_on_ranks(model: PreTrainedModel, config: Any) -> str | None:
         return None
     if has_states(model):
         return f"has layers with a state, which pagedkv does not divide over {size} ranks"
+    if _has_shapes(config):
+        return f"has layers of several shapes, whose heads pagedkv does not divide over {size} ranks"
     num_kv_heads = _num_kv_heads(config)
     if _kv_heads_of_rank(model, num_kv_heads) is None:
         return f"has {num_kv_heads} KV heads, which {size} ranks cannot divide evenly (take a tp_size that does)"

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from ...errors import BackendUnavailableError
+from ...memory.sizing import shapes_of
 from ...operations.attention import decode_attention, prefill_attention
 from ...operations.caches import write_kv
 from .attention import ForwardPass, choose_pagedkv, choose_transformers, uses_pagedkv
@@ -101,16 +102,16 @@ def _refuse_continuous_batching(name: str, *args: Any, **kwargs: Any) -> NoRetur
 
 
 def _try_kernels(model: PreTrainedModel) -> None:
-    """Write a token to a cache of the model's shapes, dtype and device, and compute its attention."""
-    _, num_kv_heads, head_dim = kv_shape(model)
+    """Write a token to caches of the model's shapes, dtype and device, and compute its attention."""
     where = {"dtype": model.dtype, "device": model.device}
-    k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, **where)
     num_heads = text_config(model).num_attention_heads // heads_divided_by(model)
-    q = torch.zeros(1, num_heads, head_dim, **where)
     table, length = torch.arange(2, dtype=torch.int32, device=model.device).split(1)
-    write_kv(token[0], token[0], k_cache, v_cache, table.long())
-    decode_attention(q, k_cache, v_cache, table[None], length)
-    prefill_attention(q, k_cache, v_cache, table[None], length, torch.cat([table, length]))
+    for num_kv_heads, head_dim in {*shapes_of(*kv_shape(model))}:
+        k_cache, v_cache, token = torch.zeros(3, 1, 1, num_kv_heads, head_dim, **where)
+        q = torch.zeros(1, num_heads, head_dim, **where)
+        write_kv(token[0], token[0], k_cache, v_cache, table.long())
+        decode_attention(q, k_cache, v_cache, table[None], length)
+        prefill_attention(q, k_cache, v_cache, table[None], length, torch.cat([table, length]))
 
 
 @torch.compiler.disable

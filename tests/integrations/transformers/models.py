@@ -23,7 +23,16 @@ SIZES = {
 }
 WINDOW = 24
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-# What of transformers each family is, and what sets it apart.
+GEMMA_4 = {
+    "sliding_window": WINDOW,
+    "num_hidden_layers": 3,
+    "layer_types": [*ALTERNATING[:2], "full_attention"],
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+}
+# In layers without a window, which have fewer KV heads, k_proj makes K and V.
+K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+# What of transformers each family is, and what sets it apart; a word behind the name tells models of one apart.
 FAMILIES = {
     "Llama": {},
     "Mistral": {"sliding_window": WINDOW},
@@ -37,6 +46,19 @@ FAMILIES = {
         "num_kv_shared_layers": 2,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB,
+    },
+    "Gemma4 31B": GEMMA_4 | K_IS_V,
+    "Gemma4 26B-A4B": GEMMA_4
+    | K_IS_V
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "Gemma4 E4B": GEMMA_4
+    | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "use_double_wide_mlp": True,
     },
     "GptOss": {
         "sliding_window": WINDOW,
@@ -97,11 +119,12 @@ HYBRIDS = {family: HYBRIDS[family] for family in HYBRIDS if hasattr(transformers
 def make_model(family, **options):
     """A new causal language model of a family, in eval mode, with the same weights every time."""
     torch.manual_seed(7)
-    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    name = family.split()[0]
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     settings = SIZES | FAMILIES.get(family, {}) | HYBRIDS.get(family, {}) | options
     if family == "Zamba2":
         del settings["head_dim"]  # which it computes
-    model = getattr(transformers, f"{family}ForCausalLM")(config_class(**settings)).eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**settings)).eval()
     if family == "GptOss" or model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the one that takes float64
     for name, parameter in model.named_parameters():

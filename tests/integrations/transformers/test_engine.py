@@ -6,13 +6,14 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import pagedkv
 from pagedkv.integrations.transformers import Engine, sampling, text, use_pagedkv
 from pagedkv.memory import AllBlocksCleared
 
 from .byte_tokenizer import byte_tokenizer, word_tokenizer
-from .models import VOCAB, eager_model, make_model, prompts
+from .models import FAMILIES, SIZES, VOCAB, eager_model, make_model, prompts
 
 NEW = 8
 TEXTS = prompts(3, 40, 17, 33, 5)
@@ -94,6 +95,27 @@ def test_models_whose_layers_get_no_keyword(family):
     ]
     engine = engine_for(make_model(family), eos_token_id=(), max_num_batched_tokens=20)
     requests = [engine.add(ids, NEW) for ids in TEXTS[:3]]
+    tokens, _ = finish(engine)
+    assert [tokens[request] for request in requests] == expected
+
+
+def test_the_text_part_of_a_model_with_images():
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma4Config(
+        text_config=SIZES | FAMILIES["Gemma4 E4B"],
+        vision_config=vision | {"num_key_value_heads": 2, "head_dim": 16},
+        audio_config=None,
+        tie_word_embeddings=False,
+        **{f"{name}_token_id": VOCAB - 1 for name in ("image", "boi", "eoi", "video", "audio")},
+    )
+    torch.manual_seed(7)
+    model = transformers.Gemma4ForConditionalGeneration(config).eval()
+    model.set_attn_implementation("eager")
+    texts = [[token % (VOCAB - 2) + 1 for token in text] for text in TEXTS[:3]]
+    options = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None}
+    expected = [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in texts]
+    engine = engine_for(model, eos_token_id=(), max_num_batched_tokens=20)
+    requests = [engine.add(ids, NEW) for ids in texts]
     tokens, _ = finish(engine)
     assert [tokens[request] for request in requests] == expected
 

@@ -34,7 +34,7 @@ def test_each_family_generates_what_eager_attention_does(family, device):
     use_pagedkv(model)
     expected = greedy(eager_model(family), texts, 6)
     assert len({token for said in expected for token in said}) > 6
-    if family != "Bloom":  # transformers' continuous batching does not take it
+    if family != "Bloom" and "Gemma4" not in family:  # transformers' continuous batching does not take these
         assert greedy_batch(model, texts, 6) == expected
     cache = PagedCache(model, num_blocks=48)
     assert greedy(model, texts, 6, past_key_values=cache) == expected
@@ -51,7 +51,7 @@ def test_the_docs_list_every_tested_family():
     tested = " ".join(
         row.split("|")[2] for row in page.split("| family | tested |")[1].splitlines() if row.count("|") == 4
     )
-    names = [name.lower().replace("_", ".") for name in (*FAMILIES, *HYBRIDS)]
+    names = [family.split()[0].lower().replace("_", ".") for family in (*FAMILIES, *HYBRIDS)]
     assert [name for name in names if name not in re.sub(r"[ -]", "", tested).lower()] == []
 
 
@@ -98,8 +98,8 @@ def test_the_docs_list_every_tested_family():
         ),
         (lambda: make_model("DiffLlama"), "DiffLlamaForCausalLM attends twice in each layer"),
         (
-            lambda: make_model("Gemma4", hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB),
-            "Gemma4ForCausalLM has layers of several head_dim",
+            lambda: make_model("Gemma4", hidden_size_per_layer_input=0, use_bidirectional_attention="all"),
+            "Gemma4ForCausalLM lets tokens see later ones",
         ),
         (
             lambda: make_model("Qwen2Moe", use_sliding_window=True, max_window_layers=1, **EXPERTS),
@@ -150,7 +150,7 @@ def test_the_docs_list_every_tested_family():
         "own layers",
         "chunked",
         "twice",
-        "shapes",
+        "both ways",
         "Qwen2Moe",
         "Phimoe",
         "Olmoe",

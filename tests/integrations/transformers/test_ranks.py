@@ -52,6 +52,13 @@ def test_a_model_whose_heads_ranks_do_not_divide_evenly_is_refused(options, reas
         require_supported(sharded("Llama", **options))
 
 
+def test_ranks_do_not_divide_layers_of_several_shapes():
+    with pytest.raises(
+        ValueError, match="has layers of several shapes, whose heads pagedkv does not divide over 2 ran"
+    ):
+        require_supported(sharded("Gemma4 31B", 2))
+
+
 def test_without_torchrun_there_are_no_ranks():
     with pytest.raises(ValueError, match=r"^torchrun starts ranks, and has not started this process: "), join_ranks():
         pass

@@ -5,9 +5,10 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from pagedkv.layer_windows import layer_windows
+from pagedkv.integrations.transformers.models import kv_shape
+from pagedkv.layer_windows import layer_shapes, layer_windows
 
-from .models import FAMILIES, make_model
+from .models import FAMILIES, SIZES, make_model
 
 SOME = {"num_hidden_layers": 4, "sliding_window": 24}
 EXPERTS = {"num_local_experts": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
@@ -20,6 +21,7 @@ OTHERS = {
         "num_hidden_layers": 10,
         "num_kv_shared_layers": 3,
     },
+    "Gemma4": {"num_hidden_layers": 8, "hidden_size_per_layer_input": 0, "global_head_dim": 32},
     "Ministral": {},
     "Mixtral": EXPERTS,
     "Olmo3": {},
@@ -63,3 +65,16 @@ def test_windows_are_those_that_layers_ask_for(asked, family, options):
     if "layer_types" not in FAMILIES.get(family, {}) | options or options.get("layer_types", "") is None:
         without = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
         assert layer_windows(without, config.num_hidden_layers) == read
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if "Gemma" in family])
+def test_shapes_are_those_of_the_layers(family):
+    """As transformers says them, and as published files do."""
+    model, options = make_model(family), SIZES | FAMILIES[family]
+    num_layers, *shapes = kv_shape(model)
+    published = options | {"model_type": model.config.model_type}
+    assert [*layer_shapes(published, num_layers, 2, 16).values()] == shapes
+    for module in model.modules():
+        if hasattr(module, "k_proj"):
+            heads, dim = (x[module.layer_idx] if isinstance(x, list) else x for x in shapes)
+            assert (module.head_dim, module.k_proj.out_features) == (dim, heads * dim)
