@@ -27,6 +27,10 @@ class DeviceModule(ModuleType):
                 assert not isinstance(part, np.ndarray) or isinstance(part, DeviceModule.Array), "not on the device"
             super().__setitem__(index, value)
 
+        def view(self, dtype):
+            assert self.flags.c_contiguous, "CuPy views no other array with elements of another size"
+            return super().view(dtype)
+
     def _new(self, x):
         array = x.view(DeviceModule.Array)
         array.device = _Device(self)

@@ -262,6 +262,14 @@ def test_configs_that_say_no_shape(tmp_path, text, message, capsys):
     assert line.endswith(": give --num-layers, --num-kv-heads and --head-dim")
 
 
+def test_layers_of_several_shapes_are_all_of_a_config(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_4_31B | {"model_type": "gemma4_text"}))
+    assert main(["kv-bytes", "--config", str(tmp_path), "--num-layers", "2"]) == 2
+    assert "--num-layers must be left out, since the layers of --config have several shapes" in capsys.readouterr().err
+    assert main(["kv-bytes", "--config", str(tmp_path), "--head-dim", "128", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["head_dim"] == 128
+
+
 def test_kv_bytes_of_a_model_on_the_command_line(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 8}))
     assert main(["kv-bytes", "--config", str(tmp_path), "--num-tokens", "1", "4096", "--json"]) == 0

@@ -72,8 +72,9 @@ class Arrays:
 
     def view(self, blocks: Any, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """View some bytes of each block, from `start` on, as an array of a shape; `blocks` are (N, bytes) uint8."""
-        part = blocks[:, start : start + math.prod(shape[1:]) * dtype.itemsize]
-        return part.view(getattr(self._module, dtype.name) if self._is_torch else dtype).reshape(shape)
+        elements = blocks.view(getattr(self._module, dtype.name) if self._is_torch else dtype)  # CuPy views all or none
+        first = start // dtype.itemsize
+        return elements[:, first : first + math.prod(shape[1:])].reshape(shape)
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
         """Convert a NumPy array to one of the module, sharing memory where possible.

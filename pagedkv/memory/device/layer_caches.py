@@ -63,12 +63,13 @@ class LayerCaches:
     ) -> None:
         sizes = layout, block_size, dtype.itemsize
         self._arrays, self.block_bytes = arrays, bytes_of_block(groups, shapes, *sizes)
+        self._num_arrays = 1 if groups.has_shapes else groups.group_size
         pairs = [cache_shapes(layout, num_blocks, block_size, *shape, dtype.itemsize) for shape in shapes]
         try:
             if groups.has_shapes:
                 self.stacks = (arrays.zeros((1, num_blocks, self.block_bytes), np.dtype(np.uint8)),)
             else:
-                self.stacks = tuple(arrays.zeros((groups.group_size, *shape), dtype) for shape in pairs[0])
+                self.stacks = tuple(arrays.zeros((self._num_arrays, *shape), dtype) for shape in pairs[0])
         except (MemoryError, RuntimeError, ValueError) as error:  # of NumPy or CuPy, of torch, of sizes beyond 64 bits
             needed, free = num_blocks * self.block_bytes, arrays.free_bytes()
             if free is None or needed <= free:
@@ -108,7 +109,7 @@ class LayerCaches:
 
     def _layers_at_a_time(self, copies: Int64Array) -> list[slice]:
         """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
-        at_once = num_layers = len(self.stacks[0])
+        at_once = num_layers = self._num_arrays
         if not self._arrays.on_device:
             at_once = max(1, _AT_HAND * len(self.stacks) * num_layers // max(1, self.block_bytes * len(copies)))
         return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]

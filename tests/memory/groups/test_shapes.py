@@ -1,5 +1,7 @@
 """A cache whose layers have several shapes gives the bits of a cache for each, over one pool of blocks."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from pagedkv import PagedKVCache, kv_bytes
 
 from ...support.bits import bits
 from ...support.strategies import each_of
+from ..device_module import DeviceModule
 
 # Hkv and D of layers with a window and without: of other heads and dims, of other heads alone, and with room left over.
 SHAPES = {"Gemma 4": ((4, 16), (1, 32)), "heads": ((2, 64), (1, 64)), "padded": ((3, 24), (2, 8))}
@@ -116,19 +119,21 @@ def test_all_groups_share_the_bytes_of_a_block(array_module, kv_dtype, block_siz
     assert kv_bytes(31, **sizes, **options) == cache.stats().used_bytes
 
 
-def test_a_copy_of_a_block_is_one_of_all_its_layers():
-    (cache, _), *_ = one_cache(of_layers(SHAPES["Gemma 4"]), block_size=4)
+@pytest.mark.parametrize("array_module", ["numpy", "torch", "cupy"])
+def test_a_copy_of_a_block_is_one_of_all_its_layers(monkeypatch, array_module):
+    monkeypatch.setitem(sys.modules, "cupy", DeviceModule())
+    (cache, _), *_ = one_cache(of_layers(SHAPES["Gemma 4"]), block_size=4, array_module=array_module)
     seq = cache.add(2).seq
-    slots = cache.slots(seq, 0, 2)
-    for layer, (heads, dim) in enumerate(of_layers(SHAPES["Gemma 4"])):
-        cache.write(layer, *np.full((2, 2, heads, dim), layer + 1, np.float32), slots)
     [fork] = cache.fork(seq)
-    cache.append([fork])
+    slots = np.asarray(cache.slots(seq, 0, 1))[:, 0].tolist()
     for layer, group in enumerate(cache.layer_groups.group_of):
-        block = cache.slots(fork, 0, 1)[group, 0] // 4
-        assert block != cache.slots(seq, 0, 1)[group, 0] // 4
-        assert (cache.k_caches[layer][block, :2] == layer + 1).all()
-        assert (cache.v_caches[layer][block, :2] == layer + 1).all()
+        cache.k_caches[layer][slots[group] // 4], cache.v_caches[layer][slots[group] // 4] = layer + 1, -layer - 1
+    cache.append([fork])
+    copies = np.asarray(cache.slots(fork, 0, 1))[:, 0].tolist()
+    for layer, group in enumerate(cache.layer_groups.group_of):
+        assert copies[group] != slots[group]
+        for caches, number in ((cache.k_caches, layer + 1), (cache.v_caches, -layer - 1)):
+            assert (caches[layer][copies[group] // 4] == number).all()
 
 
 def test_repr_and_groups_say_the_shapes():
