@@ -39,8 +39,8 @@ class StoredPrefixes:
         With a prefix cache, and layers without a window. Of layers with windows, a store gets the blocks that the cache
         still finds, and gives back what the next query sees.
     store : BlockStore
-        With room for a wire block of each KV head, and in each window: a `HostStore` or `FileStore` needs `block_bytes`
-        of one wire block, and a capacity of so many.
+        With room for a wire block of each KV head, in each window and shape: a `HostStore` or `FileStore` needs
+        `block_bytes` of one wire block, the largest, and a capacity of so many.
     model : str
         What K and V depend on besides tokens and salts: the name and the revision of the weights, and all that changes
         them, such as another scaling of positions.

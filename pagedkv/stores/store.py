@@ -87,7 +87,7 @@ def require_room(store: BlockStore, block_bytes: int, num_blocks: int) -> None:
     if capacity is not None and capacity < needed:
         raise ValueError(
             f"store must have a capacity of at least {needed} bytes, {num_blocks} blocks of {slot_bytes}: one for each "
-            f"KV head, and in each window; got {capacity}: give it more, or pass a smaller block_tokens"
+            f"KV head, in each window and shape; got {capacity}: give it more, or pass a smaller block_tokens"
         )
 
 

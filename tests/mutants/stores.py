@@ -137,6 +137,12 @@ MUTANTS = [
         "tests/stores/test_saved.py::test_a_store_without_room_for_all_of_it_has_not_saved_it[28-False-268435456]",
     ),
     Mutant(
+        "prefixes: layers of several shapes have wire blocks in common",
+        "layers.setdefault((group.window, group.shape), [])",
+        "layers.setdefault((group.window, None), [])",
+        "tests/stores/test_windows.py::test_a_store_has_room_for_the_blocks_of_all_shapes",
+    ),
+    Mutant(
         "saved: parts of two texts make one",
         "all(of_part == text for of_part, _ in parts)",
         "parts[0][0]",

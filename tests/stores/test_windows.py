@@ -114,6 +114,16 @@ def test_another_cache_finds_what_one_has_stored(options, shapes):
     assert_goes_on(other, computed(other, tokens), tokens)
 
 
+def test_a_store_has_room_for_the_blocks_of_all_shapes():
+    """Two layers of 4 heads and 8 dims, and one of a head of 16."""
+    shapes = SEVERAL | {"windows": None}
+    largest = 128 + 2 * 2 * W * 8 * 4
+    with prefixes_of(windowed(**shapes), HostStore(5 * largest, largest)):
+        pass
+    with pytest.raises(ValueError, match=f"^store must have a capacity of at least {5 * largest} bytes, 5 blocks of "):
+        prefixes_of(windowed(**shapes), HostStore(4 * largest, largest))
+
+
 def test_each_window_comes_as_far_as_the_next_query_sees():
     tokens, store = text(NUM_TOKENS), make_store()
     with prefixes_of(cache := windowed(windows=[2 * W, None, 5 * W]), store) as prefixes:

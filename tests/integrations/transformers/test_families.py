@@ -13,7 +13,6 @@ from .models import (
     ALTERNATING,
     FAMILIES,
     HYBRIDS,
-    VOCAB,
     eager_model,
     error_bound,
     greedy,
