@@ -178,13 +178,14 @@ def run(
     itemsize = storage_dtype(model["dtype"], kv_dtype).itemsize
     block_bytes = bytes_of_block(groups, shapes, "NHD", block_size, itemsize)
     head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
-    head |= {"bytes of a token": _unpadded_bytes(1, model, groups), f"of a block of {block_size}": block_bytes}
+    token_bytes = _unpadded_bytes(1, model, groups)
+    head |= {"bytes of a token": token_bytes, f"of a block of {block_size}": block_bytes}
     state_bytes = sum(
         math.prod(of_all) * storage_dtype(dtype, None).itemsize
         for of_all, dtype in read.states.arrays(model["dtype"]).values()
     )
     if state_bytes:
-        head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / head["bytes of a token"])}
+        head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / token_bytes)}
     room = None
     if memory is not None:
         blocks_in(memory, block_bytes, Arrays("numpy", None))  # at least one
