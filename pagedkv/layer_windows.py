@@ -155,8 +155,8 @@ def layer_shapes(
         ("num_kv_heads", "num_key_value_heads", num_kv_heads),
         ("head_dim", "head_dim", head_dim),
     ):
-        if any(own.get(theirs, usual) != usual for own in of_layers.values()):
-            shapes[ours] = [as_int(theirs, of_layers.get(layer, {}).get(theirs, usual)) for layer in layers]
+        if any(own.get(theirs) not in (None, usual) for own in of_layers.values()):
+            shapes[ours] = [as_int(theirs, of_layers.get(layer, {}).get(theirs) or usual) for layer in layers]
     return shapes
 
 

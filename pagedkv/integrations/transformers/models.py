@@ -260,6 +260,8 @@ def _what_is_missing(model: PreTrainedModel, config: Any) -> str | None:
         return "has a sliding window that its layers do not ask attention for"
     if config.model_type == "gpt_bigcode" and _num_kv_heads(config) != (1 if config.multi_query else config.n_head):
         return f"has multi_query={config.multi_query} and num_key_value_heads={config.num_key_value_heads}"
+    if config.model_type == "diffusion_gemma_text":
+        return "generates by diffusion, with tokens that see later ones"
     if config.model_type == "diffllama":
         return "attends twice in each layer, to two parts of its values"
     # Of these, Gemma 3n and 4 alone hand the keys and values of another layer to attention.

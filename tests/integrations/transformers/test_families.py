@@ -13,6 +13,7 @@ from .models import (
     ALTERNATING,
     FAMILIES,
     HYBRIDS,
+    SIZES,
     eager_model,
     error_bound,
     greedy,
@@ -24,6 +25,8 @@ from .models import (
 
 LONG = {"Llama", "Qwen3"}  # test_paged.py and test_cache.py have a Llama
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+EXPERTS_OF_GEMMA = {"num_experts": 2, "top_k_experts": 1, "moe_intermediate_size": 32, "global_head_dim": 32}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 
 
 @pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in FAMILIES])
@@ -101,6 +104,12 @@ def test_the_docs_list_every_tested_family():
             "Gemma4ForCausalLM lets tokens see later ones",
         ),
         (
+            lambda: transformers.DiffusionGemmaForBlockDiffusion(
+                transformers.DiffusionGemmaConfig(text_config=SIZES | EXPERTS_OF_GEMMA, vision_config=TOWER)
+            ),
+            "DiffusionGemmaForBlockDiffusion generates by diffusion, with tokens that see later ones",
+        ),
+        (
             lambda: make_model("Qwen2Moe", use_sliding_window=True, max_window_layers=1, **EXPERTS),
             "Qwen2MoeForCausalLM has a sliding window that its layers do not ask attention for",
         ),
@@ -150,6 +159,7 @@ def test_the_docs_list_every_tested_family():
         "chunked",
         "twice",
         "both ways",
+        "diffusion",
         "Qwen2Moe",
         "Phimoe",
         "Olmoe",
