@@ -38,7 +38,8 @@ def test_a_store_that_is_none_is_refused(tmp_path):
 def test_a_store_in_no_folder_is_refused_in_one_line(tmp_path):
     done = run("--store", tmp_path / "none" / "blocks", "--only", "prefill", "--max-new-tokens", 250)
     assert done.returncode == 1
-    assert re.fullmatch(r"prefill_elsewhere\.py: path must be in a folder that is there, got .*\n", done.stderr)
+    message = r"prefill_elsewhere\.py: path must be in a folder that is there, got .*: make the folder first\n"
+    assert re.fullmatch(message, done.stderr)
 
 
 @pytest.mark.long

@@ -12,7 +12,7 @@ import pytest
 
 from pagedkv.arrays import host_view
 from pagedkv.memory.prefix.digests import root_digest
-from pagedkv.stores import SavedSequences
+from pagedkv.stores import HostStore, SavedSequences
 from pagedkv.stores.blocks import CacheBlocks, as_tokens
 
 from .caches import DIM, HEADS, LAYERS, W, fill, make_cache, text
