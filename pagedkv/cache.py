@@ -15,7 +15,7 @@ from .commit import Write
 from .commit import commit as store
 from .layouts import storage_dtype
 from .memory import snapshots, starts
-from .memory.arguments import MAX_INT32, as_int, per_layer, per_seq
+from .memory.arguments import MAX_INT32, as_int, bool_per_seq, per_layer, per_seq
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.device.layer_caches import LayerCaches, bytes_of_block
@@ -511,16 +511,16 @@ class PagedKVCache(Sequences):
         Raises
         ------
         ValueError, KeyError
-            A sequence is named twice, or was freed, or has a state that does not stand for all its tokens.
+            A sequence is named twice, or was freed, or has a state that does not stand for all its tokens; there are
+            not as many `lasting`.
+        TypeError
+            `lasting` are not bools.
         """
         rows = self._rows.handles.find_distinct(seqs)
         if self._rows.states is None:
             self.pool._commit(self._rows.plan_commit(rows))
         else:
-            stay = np.asarray(lasting, np.bool)
-            if stay.shape not in ((), rows.shape):
-                raise ValueError(f"lasting must be a bool, or have shape (num_seqs,) = {rows.shape}, got {stay.shape}")
-            stay = np.broadcast_to(stay, rows.shape)
+            stay = bool_per_seq("lasting", lasting, len(rows))
             snapshots.require_written(self._rows, rows)
             self.pool._commit(self._rows.plan_commit(rows))
             store(snapshots.plan_snapshots(self._rows, rows, stay))

@@ -88,6 +88,20 @@ def per_seq(name: str, value: Any, num_seqs: int) -> npt.NDArray[np.int64]:
     return values
 
 
+def bool_per_seq(name: str, value: Any, num_seqs: int) -> npt.NDArray[np.bool]:
+    """Convert one bool for all sequences, or one for each, to an array with one for each."""
+    if not isinstance(value, (bool, np.bool, list, tuple)) and not hasattr(value, "tolist"):
+        raise TypeError(
+            f"{name} must be a bool, or a list or array with one for each sequence, got {type(value).__name__}"
+        )
+    values = np.asarray(value)
+    if values.size and values.dtype != np.bool:
+        raise TypeError(f"{name} must be bools, got {values.dtype}")
+    if values.shape not in ((), (num_seqs,)):
+        raise ValueError(f"{name} must have shape (num_seqs,) = ({num_seqs},), got {values.shape}")
+    return np.broadcast_to(values.astype(np.bool), num_seqs)
+
+
 def require_callable(name: str, value: object, what: str) -> None:
     """Raise TypeError unless a value can be called."""
     if not callable(value):

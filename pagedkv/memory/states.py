@@ -168,12 +168,14 @@ class StateSlots:
     def plan_shorten(self, rows: Int64Array, lens: Int64Array, ends: Int64Array) -> list[Write]:
         """Cut each row down to `lens` tokens.
 
-        Where its state stands for more, it goes back to the snapshot that its block at the new end, `ends`, names.
+        Where its state stands for more or is lost, it goes back to the snapshot of these tokens that its block at the
+        new end, `ends`, names.
         """
         slots, stands_for = self.of_row[rows], self.lens_of(rows)
         back = (stands_for > lens) | (stands_for == _BEING_WRITTEN)
         if np.count_nonzero(back):
-            slots[back] = self.at(ends[back])
+            found = self.at(ends[back])
+            slots[back] = np.where(self.lens[found] == lens[back], found, NO_SLOT)  # the block may have more tokens
         slots[lens == 0] = NO_SLOT
         return [(self.of_row, rows, slots)]
 

@@ -134,6 +134,24 @@ def test_an_interrupted_write_shows(monkeypatch, num_states):
     texts.compute((seq, [5, 6, 7]))
 
 
+def test_a_lost_state_is_not_that_of_a_longer_text(monkeypatch):
+    """Another sequence has completed the block in which the one with the lost state ends."""
+    texts = Texts(make_cache())
+    seq, _ = texts.prompt([1, 2, 3, 4])
+    texts.cache.append([seq], tokens=[5, 6, 7, 8], n=4)
+    [other] = texts.cache.fork(seq)
+    texts.cache.write_states([seq], advanced(texts.cache.read_states([seq]), [[5, 6, 7, 8]]))
+    texts.cache.commit([seq])
+    texts.cache.truncate(other, 6)
+    with monkeypatch.context() as patch:
+        patch.setattr(StateArrays, "write", fails_after(0, StateArrays.write, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            texts.cache.write_states([other], advanced(texts.cache.read_states([other]), [[5, 6]]))
+    texts.cache.truncate(other, 6)
+    assert texts.cache.state_lens([seq, other]).tolist() == [8, 0]
+    texts.cache.check()
+
+
 WRONG_VALUES = {
     "no mapping": (lambda v: [*v.values()], TypeError, "^values must be a mapping from the names .*, got list$"),
     "a name is missing": (lambda v: {"tokens": v["tokens"]}, ValueError, "must have the states tokens, count, got tok"),
@@ -150,6 +168,23 @@ def test_other_values_are_refused(change, error, message):
     values = change(cache.read_states([seq]))
     with refused(cache, error, message):
         cache.write_states([seq], values)
+
+
+@pytest.mark.parametrize(
+    ("lasting", "error", "message"),
+    [
+        (None, TypeError, "^lasting must be a bool, or a list or array with one for each sequence, got NoneType$"),
+        ("no", TypeError, "got str$"),
+        ([1], TypeError, "^lasting must be bools, got int64$"),
+        ([True, False], ValueError, r"^lasting must have shape \(num_seqs,\) = \(1,\), got \(2,\)$"),
+    ],
+)
+def test_what_snapshots_stay_is_said_in_bools(lasting, error, message):
+    cache = make_cache()
+    seq = cache.add(3).seq
+    cache.write_states([seq], cache.read_states([seq]))
+    with refused(cache, error, message):
+        cache.commit([seq], lasting=lasting)
 
 
 WRONG_STATES = {

@@ -116,6 +116,12 @@ MUTANTS = [
         CASES + "test_going_back",
     ),
     Mutant(
+        "states: a lost state goes back to that of a longer text",
+        "np.where(self.lens[found] == lens[back], found, NO_SLOT)",
+        "found",
+        SLOTS + "test_a_lost_state_is_not_that_of_a_longer_text",
+    ),
+    Mutant(
         "states: a commit takes a state that stands for fewer tokens",
         "            snapshots.require_written(self._rows, rows)\n",
         "",
