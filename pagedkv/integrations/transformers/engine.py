@@ -325,7 +325,8 @@ class Engine:
         Returns
         -------
         list of Sampled
-            One for each request that got a token or ended with an error; none for those whose prompt is not done yet.
+            One for each request that got a token or ended with an error, in this step or in one that a stream has run
+            since the last; none for those whose prompt is not done yet, and for those of streams.
 
         Raises
         ------
@@ -341,7 +342,7 @@ class Engine:
         return made
 
     def run(self) -> Iterator[Sampled]:
-        """Run steps and yield the results until no request is left; more may be added meanwhile."""
+        """Run steps and yield what `step` returns until no request is left; more may be added meanwhile."""
         while self._results or self._requests or self._is_interrupted:  # an interrupted abort may hold blocks
             if not self._results:
                 self._run_step()
@@ -434,18 +435,11 @@ class Engine:
         number = self.add(prompt, max_tokens, **options)
         try:
             request = self._requests[number]
-            return Stream(request, items_of(request), self._step_for_streams, partial(self._dropped.append, number))
+            request.is_streamed = True
+            return Stream(request, items_of(request), self._run_step, partial(self._dropped.append, number))
         except BaseException:  # an interrupt: the caller will not get the stream
             self._dropped.append(number)
             raise
-
-    def _step_for_streams(self) -> None:
-        """Run a step whose results go to streams only, not to `step`."""
-        made = self._results
-        try:
-            self._run_step()
-        finally:
-            self._results = made
 
     @_one_at_a_time
     def _run_step(self, dropped: deque[int] | None = None) -> None:
@@ -472,7 +466,8 @@ class Engine:
             raise
         if step:
             # From here on the tokens count as chosen, even if the scheduler fails.
-            commit([*writes, (vars(self), "_results", self._results + made)])
+            results = [one for one in made if not self._requests[one.request].is_streamed]
+            commit([*writes, (vars(self), "_results", self._results + results)])
             self._update(step, tokens, made)
         self._is_interrupted = False
 
@@ -489,6 +484,7 @@ class Engine:
 
     def _end(self, number: int) -> None:
         self._requests[number].reason = "aborted"  # first: an interrupted end is an end
+        self._results = [made for made in self._results if made.request != number]
         self.scheduler.abort(number)
         del self._requests[number]
 

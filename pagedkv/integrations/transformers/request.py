@@ -37,6 +37,8 @@ class EngineRequest:
         The text of these tokens.
     reason, message : str
         Why it ended, empty before that; and the message of an error.
+    is_streamed : bool
+        Whether its output goes to a `Stream`, and not to `step`.
     """
 
     prompt: npt.NDArray[np.int32]
@@ -50,6 +52,7 @@ class EngineRequest:
     pieces: list[str] = field(default_factory=list)
     reason: str = ""
     message: str = ""
+    is_streamed: bool = False
 
     @property
     def all_tokens(self) -> npt.NDArray[np.int32]:

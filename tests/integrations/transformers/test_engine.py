@@ -141,6 +141,22 @@ def test_several_streams_are_read_in_turn(model, expected):
     assert finish(engine) == ({}, {})
 
 
+def test_a_stream_takes_no_token_of_other_requests(model, expected):
+    """It runs steps of all; what these give to others waits for `step`, unless they are aborted."""
+    engine = engine_for(model)
+    request, other = (engine.add(ids, NEW) for ids in TEXTS[:2])
+    assert list(engine.tokens(TEXTS[2], NEW)) == expected[2]
+    assert not engine.abort(request)  # it has ended
+    late = engine.add(TEXTS[1], NEW)
+    stream = engine.tokens(TEXTS[0], NEW)
+    next(stream)
+    assert engine.abort(late)
+    tokens, reasons = finish(engine)
+    assert tokens == {request: expected[0], other: expected[1]}
+    assert reasons == dict.fromkeys([request, other], "length")
+    assert list(stream) == expected[0][1:]
+
+
 def test_leaving_a_stream_and_abort_free_the_blocks(model, expected):
     engine = engine_for(model)
     left, aborted, stays = (engine.tokens(ids, NEW) for ids in TEXTS[:3])

@@ -108,12 +108,12 @@ class Disturbed:
 def disturb(model, undisturbed, seed):
     """Where interrupts came, after all texts were compared."""
     one = Disturbed(model, seed)
-    # A step for a stream gives what else comes of it to nobody: an engine has requests or streams.
-    begin, goes_on, ends = (one.open_stream, one.read, one.close_stream) if seed % 2 else (one.add, one.step, one.abort)
+    kinds = [(one.open_stream, one.read, one.close_stream), (one.add, one.step, one.abort)]
     num_free = one.engine.cache.num_free
     for _ in range(4):
-        begin()
+        one.random.choice(kinds)[0]()
     for _ in range(14):
+        begin, goes_on, ends = one.random.choice(kinds)
         one.random.choices([goes_on, begin, ends], [6, 2, 1])[0]()
     for prompt, max_tokens, stream, said in one.streams:
         said += stream
