@@ -290,10 +290,3 @@ def test_a_write_that_cannot_begin_changes_nothing(monkeypatch):
     with monkeypatch.context() as patch, refused(cache, RuntimeError, "^captured$"):
         patch.setattr(cache._arrays, "asarray", fails_after(0, cache._arrays.asarray, RuntimeError("captured")))
         cache.write_states([seq], values)
-
-
-def test_which_snapshots_last_must_be_said_for_each_sequence():
-    cache = make_cache()
-    seq = cache.add(0).seq
-    with refused(cache, ValueError, r"^lasting must be a bool, or have shape \(num_seqs,\) = \(1,\), got \(2,\)$"):
-        cache.commit([seq], lasting=[True, False])
