@@ -127,9 +127,9 @@ class Admission:
                     self._swapping.put_back(request, seq, num_cached)
                 finally:  # the clock may raise behind the copy
                     num_cached = int(self._cache.seq_lens(seq)[0])
-                    running.num_computed[request.lane] = num_cached
+                    running.move(np.array([request.lane]), np.array([num_cached]))
             num_tokens = len(request.tokens)
-            num_ready += min([num_tokens, *stops[:1]]) - num_cached
+            num_ready = int(running.num_ready.sum())
             reserved += growth(num_cached, num_tokens, budget, keep)
 
     def stop(self, request: Request) -> None:

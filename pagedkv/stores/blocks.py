@@ -72,8 +72,6 @@ class CacheBlocks:
                 "window has passed, and a store would have sequences with gaps. Make the cache without windows, "
                 "and pass window= to attend"
             )
-        if cache.states:
-            raise ValueError("cache must have no states of sequences, which stores do not take yet")
         self.cache, self._first_head = cache, as_int("first_head", first_head, maximum=2**16)
         options = cache._options[0]
         self._layout, kv_dtype = options["layout"], options["kv_dtype"]

@@ -100,6 +100,8 @@ class StoredPrefixes:
         timeout: float = 2.0,
         max_pending_bytes: int = 2**28,
     ) -> None:
+        if cache.states:
+            raise ValueError("cache must have no states of sequences, which StoredPrefixes does not take yet")
         if (chains := cache._rows.chains) is None:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
         self.cache, self.chains = cache, chains

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import to_host
-from ..memory.prefix.digests import NUM_BYTES, blake2b_128, root_digest
+from ..memory.prefix.digests import blake2b_128, root_digest
 from .blocks import CacheBlocks
+from .parts import Parts
 from .prefixes import StoredPrefixes
-from .store import Buffer
 
 _MAGIC = b"pagedkv text\n\0\0\0"
-_HEADER = Struct("<16s16s16sII")  # magic, key, digest of the text, its numbers, the first of them in this part
 
 
 class Restored(NamedTuple):
@@ -71,6 +70,7 @@ class SavedSequences:
 
     def __init__(self, prefixes: StoredPrefixes) -> None:
         self._prefixes = prefixes
+        self._parts = Parts(_MAGIC, prefixes.blocks.wire.block_bytes)
 
     def save(self, seq: int, name: str) -> bool:
         """Save a sequence whose K and V are all written; what had this name and salt before, has it no longer.
@@ -114,8 +114,7 @@ class SavedSequences:
                 return False
             given += of_blocks
         numbers = np.concatenate([np.array(starts, np.int32), tokens])
-        keys = [self._key(name, root, first) for first in self._firsts(len(numbers))]
-        parts = [self._part(key, numbers, first) for key, first in zip(keys, self._firsts(len(numbers)), strict=True)]
+        keys, parts = self._parts.cut(partial(self._key, name, root), numbers)
         prefixes.patient.remove(keys)
         if not prefixes.patient.put_now(keys, parts):
             return False
@@ -140,7 +139,8 @@ class SavedSequences:
         """
         _require_name(name)
         prefixes = self._prefixes
-        numbers = self._numbers(name, root_digest(salt))
+        patient = prefixes.patient
+        numbers = self._parts.join(partial(self._key, name, root_digest(salt)), patient, patient.deadline())
         if numbers is None:
             raise KeyError(
                 f"no sequence is saved as {name!r} with this salt: give the salt, model and dtype of the one saved; "
@@ -173,59 +173,12 @@ class SavedSequences:
             prefixes.give(blocks, slots, some, prefixes.patient.deadline())
         return None
 
-    def _numbers(self, name: str, root: bytes) -> npt.NDArray[np.int32] | None:
-        """What a name leads to, if all parts of it are there: the first token saved for each window, then all ids."""
-        patient, num_numbers, first = self._prefixes.patient, 1, 0
-        parts: list[tuple[bytes, npt.NDArray[np.int32]]] = []
-        deadline = patient.deadline()
-        while first < num_numbers:
-            keys = [self._key(name, root, i) for i in self._firsts(num_numbers)[len(parts) :]]
-            found = patient.wait(patient.ask(keys), deadline)
-            for key, part in zip(keys, found, strict=False):
-                if (opened := _opened(part, key)) is None or opened[1] != first:
-                    return None
-                num_numbers, _, text, some = opened
-                parts.append((text, some))
-                first += len(some)
-            if len(found) < len(keys):
-                return None
-        numbers = np.concatenate([some for _, some in parts])
-        text = blake2b_128(numbers.tobytes())
-        return numbers if all(of_part == text for of_part, _ in parts) and len(numbers) == num_numbers else None
-
-    def _firsts(self, num_numbers: int) -> range:
-        """The first number of each part of a text, which may have too many ids for one block."""
-        room = self._prefixes.blocks.wire.block_bytes - _HEADER.size - NUM_BYTES
-        return range(0, num_numbers, room // 4)
-
     def _key(self, name: str, root: bytes, first: int) -> bytes:
         blocks = self._prefixes.blocks, *self._prefixes.windows
         roots = b"".join(of_window.wire.root(root) for of_window in blocks)
         return blake2b_128(b"saved" + roots + first.to_bytes(8, "little") + name.encode())
 
-    def _part(self, key: bytes, numbers: npt.NDArray[np.int32], first: int) -> bytes:
-        some = numbers[first : first + self._firsts(1).step].astype("<i4", copy=False).tobytes()
-        content = _HEADER.pack(_MAGIC, key, blake2b_128(numbers.tobytes()), len(numbers), first) + some
-        return content + blake2b_128(content)
-
 
 def _require_name(name: object) -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
-
-
-def _opened(part: Buffer | None, key: bytes) -> tuple[int, int, bytes, npt.NDArray[np.int32]] | None:
-    """How many numbers a text has, the first one of a part, the digest of the text, and the part's; else None."""
-    if not isinstance(part, (bytes, bytearray, memoryview)):
-        return None
-    try:
-        whole = bytes(part)
-    except ValueError:  # a view that the store has released
-        return None
-    content, checksum = whole[:-NUM_BYTES], whole[-NUM_BYTES:]
-    if len(content) <= _HEADER.size or checksum != blake2b_128(content):
-        return None
-    magic, its_key, text, num_tokens, first = _HEADER.unpack_from(content)
-    if magic != _MAGIC or its_key != key:
-        return None
-    return num_tokens, first, text, np.frombuffer(content, "<i4", offset=_HEADER.size).astype(np.int32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..memory.sizing import bytes_of
 from .blocks import CacheBlocks
 from .host import HostStore
 from .patient import PatientStore
+from .state_records import StateRecords
 from .store import BlockStore, require_room
 from .wire import BLOCK_TOKENS, Name
 
@@ -36,14 +38,17 @@ class Swapped:
         Its first tokens, as far as their ids are known.
     names : list of Name
         Its wire blocks, all KV heads of each.
+    state : bytes
+        The digest that names the record of its state; empty without states.
     shares : tuple of Swapped
-        Copies that have some of these blocks, too.
+        Copies that have some of these blocks, or this state, too.
     """
 
     num_tokens: int
     num_committed: int
     tokens: npt.NDArray[np.int32]
     names: list[Name]
+    state: bytes = b""
     shares: tuple[Swapped, ...] = ()
 
 
@@ -54,6 +59,8 @@ class SwapSpace:
     has no blocks and the length 0, and `PagedKVCache.free` ends it as any other. A :class:`~pagedkv.Scheduler` takes a
     space as `swap`, and uses `copy_out` and `copy_in`. Blocks that the store loses or damages do not come back: the
     sequence is then shorter, and its caller computes the rest again.
+
+    States of sequences go with their blocks, and a copy ends where its state does. Both come back, or nothing does.
 
     Parameters
     ----------
@@ -106,22 +113,30 @@ class SwapSpace:
         timeout: float = 2.0,
     ) -> None:
         # No other space has this model: blocks are named by chance, and not by their tokens, which may be unknown.
-        self._blocks = CacheBlocks(cache, f"swapped by {os.urandom(16).hex()}", block_tokens=block_tokens)
+        model = f"swapped by {os.urandom(16).hex()}"
+        self._blocks = CacheBlocks(cache, model, block_tokens=block_tokens)
+        block_bytes, num_blocks = self._blocks.wire.block_bytes, self._blocks.num_heads
+        self._states = StateRecords(cache, model, block_bytes) if cache.states else None
+        if self._states is not None:
+            num_blocks += self._states.num_parts
         if isinstance(store, (str, int, float)):
-            capacity, needed = bytes_of("store", store, Arrays("numpy")), self._blocks.bytes_of_all_heads
+            capacity, needed = bytes_of("store", store, Arrays("numpy")), num_blocks * block_bytes
             if capacity < needed:
+                what = f"{block_tokens} tokens of all KV heads" + (" and a state" if cache.states else "")
                 raise ValueError(
-                    f"store must have room for {needed} bytes, {block_tokens} tokens of all KV heads, got {capacity}: "
-                    "give it more, or pass a smaller block_tokens"
+                    f"store must have room for {needed} bytes, {what}, got {capacity}: give it more, or pass a smaller "
+                    "block_tokens"
                 )
-            store = HostStore(capacity, self._blocks.wire.block_bytes)
-        require_room(store, self._blocks.wire.block_bytes, self._blocks.num_heads)
+            store = HostStore(capacity, block_bytes)
+        require_room(store, block_bytes, num_blocks)
         self.cache = cache
         self._patient = PatientStore(store, timeout, max_pending_bytes=0)
         self._out: dict[int, Swapped] = {}
 
     def swap_out(self, seqs: Any) -> bool:
         """Move sequences to the store. What several of them share is stored once.
+
+        With states, tokens behind those that a state stands for are not computed, and do not come back.
 
         Parameters
         ----------
@@ -136,7 +151,7 @@ class SwapSpace:
         Raises
         ------
         ValueError
-            A sequence is named twice, or is out already.
+            A sequence is named twice, is out already, or has lost its state by an interrupt.
         KeyError
             A sequence was freed, or never existed.
         """
@@ -168,7 +183,8 @@ class SwapSpace:
         Returns
         -------
         list of int
-            The length of each. One that is shorter than it was has lost blocks: append and compute the rest.
+            The length of each. One that is shorter than it was has lost blocks: append and compute the rest. With
+            states it is 0 then.
 
         Raises
         ------
@@ -211,7 +227,7 @@ class SwapSpace:
         Raises
         ------
         ValueError
-            `seq` names no sequence, or several.
+            `seq` names no sequence, or several; or it has lost its state by an interrupt.
         KeyError
             The sequence was freed, or never existed.
         """
@@ -223,6 +239,9 @@ class SwapSpace:
 
     def copy_in(self, seq: int, copy: Swapped) -> int:
         """Append to a sequence what a copy has behind its tokens, as far as the store still has it.
+
+        With states it appends nothing unless the store has all of it. If an interrupt or an error comes behind the
+        blocks, the sequence goes back to its longest snapshot from before, or to 0.
 
         Parameters
         ----------
@@ -270,25 +289,44 @@ class SwapSpace:
     def _store(self, rows: npt.NDArray[np.int64], handles: list[int]) -> list[Swapped] | None:
         """Copy sequences to the store; None if it has not taken all of them in time."""
         size, deadline = self._blocks.wire.block_tokens, self._patient.deadline()
-        stored: dict[bytes, tuple[bytes, int]] = {}  # for the slots of a wire block: its digest, and whose it is
+        # For the slots of a wire block, and for a state slot: the digest, and whose it is.
+        stored: dict[bytes | int, tuple[bytes, int]] = {}
         copies: list[Swapped] = []
         for row, seq in zip(rows.tolist(), handles, strict=True):
-            num_tokens = int(self.cache.seq_lens(seq)[0])
+            num_tokens = self._num_computed(seq)
             slots = np.asarray(to_host(self.cache.slots(seq, 0, num_tokens)))
             parts = [slots[i : i + size] for i in range(0, num_tokens, size)]
-            new = [part for part in parts if part.tobytes() not in stored]
-            stored |= {part.tobytes(): (os.urandom(_DIGEST_BYTES), len(copies)) for part in new}
-            digests, owners = zip(*[stored[part.tobytes()] for part in parts], strict=True) if parts else ((), ())
-            names = [name for digest in digests for name in self._blocks.names(digest)]
+            things: list[bytes | int] = [part.tobytes() for part in parts]
+            if (states := self.cache._rows.states) is not None and num_tokens:
+                things.append(int(states.of_row[row]))
+            stored |= {thing: (os.urandom(_DIGEST_BYTES), len(copies)) for thing in things if thing not in stored}
+            digests, owners = zip(*[stored[thing] for thing in things], strict=True) if things else ((), ())
+            names = [name for digest in digests[: len(parts)] for name in self._blocks.names(digest)]
+            state = digests[-1] if len(things) > len(parts) else b""
             shares = tuple(copies[i] for i in {*owners} if i < len(copies))
-            copy = Swapped(num_tokens, *self._known(row, slots), names, shares)
-            of_new = [digest for digest, owner in zip(digests, owners, strict=True) if owner == len(copies)]
+            copy = Swapped(num_tokens, *self._known(row, slots), names, state, shares)
+            are_new = [owner == len(copies) for owner in owners]
+            new, of_new = [*compress(parts, are_new)], [*compress(digests[: len(parts)], are_new)]
             keys = [name.key for digest in of_new for name in self._blocks.names(digest)]
-            self._patient.remove_with(copy, keys)
+            record: tuple[list[bytes], list[bytes]] = ([], [])
+            if self._states is not None and state and are_new[-1]:
+                record = self._states.read(seq, state)
+            self._patient.remove_with(copy, [*keys, *record[0]])
             copies.append(copy)
-            if not self._put(new, of_new, deadline):
+            # The state last, so that it is not there without its blocks.
+            if not self._put(new, of_new, deadline) or (record[0] and not self._patient.put_now(*record, deadline)):
                 return None
         return copies
+
+    def _num_computed(self, seq: int) -> int:
+        """How many tokens of a sequence have all that comes back: with states, those that its state stands for."""
+        cache = self.cache
+        if self._states is None:
+            return int(cache.seq_lens(seq)[0])
+        num_tokens = int(cache.state_lens(seq)[0])
+        if num_tokens < 0:
+            raise ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
+        return num_tokens
 
     def _known(self, row: int, slots: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int32]]:
         """How many tokens of a row are in blocks that can be found, and all that are known."""
@@ -313,10 +351,17 @@ class SwapSpace:
         before = start = int(cache.seq_lens(seq)[0])
         if start >= copy.num_tokens:
             return start
+        state = None
+        if self._states is not None:
+            state = self._states.open(copy.state, copy.num_tokens, self._patient, deadline)
+            if state is None:
+                return start
         first = start // size
         names = copy.names[first * num_heads :]
         opened = self._blocks.open(self._patient.wait(self._patient.ask([x.key for x in names]), deadline), names)
         stop = min(copy.num_tokens, (first + len(opened) // num_heads) * size)
+        if state is not None and stop < copy.num_tokens:
+            return start
         try:
             for end, commits in ((copy.num_committed, True), (len(copy.tokens), False), (stop, False)):
                 count = min(end, stop) - start
@@ -326,9 +371,16 @@ class SwapSpace:
                 slots = to_host(cache.append(seq, count, tokens=ids))
                 self._blocks.write(slots, start - first * size, opened)
                 start += count
-                if commits:
+                if commits and state is None:
                     cache.commit(seq)
+            if state is not None:
+                cache.write_states([seq], state)
+                if copy.num_committed == len(copy.tokens) // cache.block_size * cache.block_size:
+                    cache.commit(seq)  # which a state allows at its own length alone
         except BaseException:
+            if state is not None:
+                lens = cache.lens_with_state(seq)
+                before = int(lens[lens <= before][-1])
             cache.truncate(seq, before)
             raise
         return start

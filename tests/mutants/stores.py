@@ -6,6 +6,7 @@ WIRE = "tests/stores/test_wire.py::"
 FILE = "tests/stores/test_file.py::"
 WINDOWS = "tests/stores/test_windows.py::"
 PREFIXES = "tests/stores/test_prefixes.py::"
+STATES = "tests/stores/test_states.py::"
 REDIS = "tests/stores/test_redis.py::"
 KEYS_DIFFER = WIRE + "test_keys_differ_with_all_that_k_and_v_depend_on"
 
@@ -120,9 +121,39 @@ MUTANTS = [
     ),
     Mutant(
         "swap: the store keeps copies that nobody has",
-        "self._patient.remove_with(copy, keys)",
+        "self._patient.remove_with(copy, [*keys, *record[0]])",
         "pass",
         "tests/stores/test_swap.py::test_a_copy_leaves_the_sequence_as_it_is_and_is_removed_with_its_object",
+    ),
+    Mutant(
+        "swap: a state comes back without all of its blocks",
+        "if state is not None and stop < copy.num_tokens:",
+        "if start < 0:",
+        STATES + "test_each_lost_or_damaged_part_is_a_miss[lost]",
+    ),
+    Mutant(
+        "swap: tokens without a state come back",
+        "num_tokens = int(cache.state_lens(seq)[0])",
+        "num_tokens = int(cache.seq_lens(seq)[0])",
+        STATES + "test_tokens_that_were_not_computed_do_not_come_back",
+    ),
+    Mutant(
+        "swap: an interrupted sequence keeps a length without a state",
+        "before = int(lens[lens <= before][-1])",
+        "pass",
+        STATES + "test_an_interrupt_leaves_no_length_without_a_state[1-write]",
+    ),
+    Mutant(
+        "swap: what comes back with a state is found before it was committed",
+        "if copy.num_committed == len(copy.tokens) // cache.block_size * cache.block_size:",
+        "if copy.num_committed:",
+        STATES + "test_what_was_not_committed_is_found_after_the_commit",
+    ),
+    Mutant(
+        "scheduler: a request that comes back stops behind itself",
+        "running.move(np.array([request.lane]), np.array([num_cached]))",
+        "running.num_computed[request.lane] = num_cached",
+        STATES + "test_preempted_requests_come_back_with_their_states[200]",
     ),
     Mutant(
         "patient: each call waits for a store that does not take",
@@ -144,8 +175,8 @@ MUTANTS = [
     ),
     Mutant(
         "saved: parts of two texts make one",
-        "all(of_part == text for of_part, _ in parts)",
-        "parts[0][0]",
+        "all(of_part == digest for of_part, _ in came)",
+        "came[0][0]",
         "tests/stores/test_saved.py::test_damaged_texts_are_not_restored",
     ),
 ]

@@ -1,5 +1,7 @@
 """Sequences that are saved under a name, and come back whole, short, or not at all."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -98,9 +100,10 @@ def test_damaged_texts_are_not_restored():
     tokens = text(LONG)
     saved(store := make_store(), tokens=tokens)
     saves = saved_in(make_cache(120), store)
-    first, second = (saves._key("a chat", bytes(16), i) for i in saves._firsts(LONG))
+    key_of = partial(saves._key, "a chat", bytes(16))
+    first, second = saves._parts.keys(key_of, LONG)
     parts = dict(zip((first, second), map(bytes, store.get([first, second])), strict=True))
-    stale = saves._part(second, text(LONG, 1), saves._firsts(LONG)[1])
+    stale = saves._parts.cut(key_of, text(LONG, 1))[1][1]
     faults = [
         {first: parts[first][:-1]},
         {first: parts[second]},

@@ -52,7 +52,7 @@ class Arrays:
             raise ModuleNotFoundError(
                 f"array_module {name} cannot be imported ({error}): {install}", name=error.name
             ) from error
-        self._is_torch = name == "torch"
+        self._is_torch, self.uint8 = name == "torch", self._module.uint8
         # Later arrays go to the same device, even if another one is current then.
         if self._is_torch:
             self._device: Any = self._module.empty(0, device=device).device

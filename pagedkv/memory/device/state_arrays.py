@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ...arrays import to_host
 from ...layouts import storage_dtype
 from ..arguments import as_int
 from ..ids import Int64Array
@@ -30,6 +32,8 @@ class StateArrays:
     ----------
     by_name : dict of str to array
         (num_slots, *shape) each.
+    specs : dict
+        As given.
 
     Raises
     ------
@@ -38,7 +42,7 @@ class StateArrays:
     """
 
     def __init__(self, arrays: Arrays, specs: dict[str, Spec], num_slots: int) -> None:
-        self._arrays, self._specs = arrays, specs
+        self._arrays, self.specs = arrays, specs
         self.slot_bytes = bytes_of_state(specs)
         try:
             self.by_name = {name: arrays.zeros((num_slots, *shape), dtype) for name, (shape, dtype) in specs.items()}
@@ -67,13 +71,24 @@ class StateArrays:
             value = values[name]
             array[index] = value.detach() if hasattr(value, "detach") else value
 
+    def to_bytes(self, states: Mapping[str, Any]) -> list[npt.NDArray[np.uint8]]:
+        """Copy the bytes of each state of one sequence to the host; `states` are from `read`."""
+        return [to_host(states[name].reshape(-1).view(self._arrays.uint8)) for name in self.by_name]
+
+    def from_bytes(self, parts: Sequence[npt.NDArray[np.uint8]]) -> dict[str, Any]:
+        """What `to_bytes` had, as `write` takes it."""
+        values = {}
+        for (name, array), (shape, _), part in zip(self.by_name.items(), self.specs.values(), parts, strict=True):
+            values[name] = self._arrays.asarray(part.copy()).view(array.dtype).reshape(1, *shape)
+        return values
+
     def require(self, values: Any, num_seqs: int) -> None:
         """Raise TypeError or ValueError unless these are the states of so many sequences."""
         if not isinstance(values, Mapping):
             raise TypeError(f"values must be a mapping from the names of states to arrays, got {type(values).__name__}")
-        if set(values) != set(self._specs):
-            raise ValueError(f"values must have the states {', '.join(self._specs)}, got {', '.join(map(str, values))}")
-        for name, (shape, dtype) in self._specs.items():
+        if set(values) != set(self.specs):
+            raise ValueError(f"values must have the states {', '.join(self.specs)}, got {', '.join(map(str, values))}")
+        for name, (shape, dtype) in self.specs.items():
             value, array = values[name], self.by_name[name]
             if not isinstance(value, type(array)):
                 raise TypeError(f"values[{name!r}] must be a {type(array).__name__}, got {type(value).__name__}")

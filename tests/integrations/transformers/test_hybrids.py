@@ -162,13 +162,16 @@ def test_few_states_for_many_requests(model, expected):
     assert [said[request] for request in requests] == expected * 4
 
 
+@pytest.mark.parametrize("swap", [None, "16MiB"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_requests_go_on(model, expected, prefix_cache):
-    engine = Engine(model, num_blocks=15, block_size=4, prefix_cache=prefix_cache)
+def test_preempted_requests_go_on(model, expected, prefix_cache, swap):
+    engine = Engine(model, num_blocks=15, block_size=4, prefix_cache=prefix_cache, swap=swap)
     requests = [engine.add(ids, NEW) for ids in TEXTS]
     said = finish(engine)
     assert [said[request] for request in requests] == expected
     assert engine.scheduler.num_preempted > 0
+    assert (engine.scheduler.num_swapped > 0) == (swap is not None)
+    engine.close()
 
 
 @pytest.mark.parametrize("place", ["model", "choice", "stored states"])
@@ -392,9 +395,7 @@ def test_states_of_another_shape_than_the_configuration_says(model):
             model(torch.tensor([[1, 5, 3]]), past_key_values=cache)
 
 
-def test_states_are_not_for_stores_or_ranks(model):
-    with pytest.raises(ValueError, match="cache must have no states"):
-        Engine(model, num_blocks=8, swap="1MiB")
+def test_states_are_not_for_ranks(model):
     ranks = mock.patch("pagedkv.integrations.transformers.models.num_ranks", return_value=2)
     with ranks, pytest.raises(ValueError, match="has layers with a state, which pagedkv does not divide over 2 ranks"):
         Engine(model, num_blocks=8)

@@ -1,0 +1,261 @@
+"""States of sequences in stores: each comes back with its blocks, or neither does."""
+
+import numpy as np
+import pytest
+
+from pagedkv import OutOfBlocksError, PagedKVCache, Scheduler
+from pagedkv.stores import HostStore, SwapSpace
+
+from ..memory.texts import P, Texts, advanced, make_cache, texts_of
+from .test_prefixes import FaultyStore, fail
+
+W = 2  # tokens of a wire block
+TEXT = [*range(1, 23)]
+BLOCK = 128 + 2 * W * 8 * 4  # bytes of a wire block: a state takes several
+
+
+def make_store(num_blocks=200):
+    return HostStore(num_blocks * BLOCK, BLOCK)
+
+
+def space_of(texts, store=None):
+    return SwapSpace(texts.cache, store or make_store(), block_tokens=W, timeout=5.0)
+
+
+def computed(cache=None, tokens=TEXT, *stops, salt=None):
+    texts = Texts(cache or make_cache())
+    return texts, texts.prompt(tokens, *stops, salt=salt)[0]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_sequences_come_back_with_their_states(prefix_cache):
+    texts, seq = computed(make_cache(prefix_cache=prefix_cache))
+    fork = texts.fork(seq)
+    texts.decode(fork, [7, 7])
+    space, before = space_of(texts), {**texts.tokens}
+    assert space.swap_out([seq, fork])
+    assert texts.cache.stats().used_states == texts.cache.stats().used == 0
+    if prefix_cache:
+        texts.cache.reset()
+    other = texts.prompt([5] * 30)[0]
+    assert space.swap_in([fork, seq]) == [24, 22]
+    texts.tokens |= before
+    texts.check()
+    texts.decode(seq, [9])
+    texts.decode(fork, [8])
+    texts.check()
+    if prefix_cache:
+        assert texts.cache.find([*TEXT, 7, 7, 1]) == 24
+    texts.free(seq, fork, other)
+
+
+def test_forks_share_a_state_in_the_store():
+    texts, seq = computed()
+    forks, store = [seq, texts.fork(seq)], make_store()
+    space = space_of(texts, store)
+    num_parts = space._states.num_parts
+    assert num_parts > 1
+    assert space.swap_out(forks)
+    assert len(store._slots) == 11 + num_parts
+    texts.cache.free(forks[0])
+    assert space.swap_in(forks[1]) == [22]
+    del texts.tokens[forks[0]]
+    texts.check()
+    texts.free(forks[1])
+    space._forget_freed()
+    space._patient.flush()
+    assert len(store._slots) == 0
+
+
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bits_of_states_come_back(module, dtype):
+    pytest.importorskip(module)
+    states = {"conv": ((5, 3), dtype), "count": ((), "float32"), "odd": ((1,), dtype)}
+    cache = PagedKVCache(1, 8, P, 1, 8, states=states, array_module=module)
+    seq, arrays = cache.add(3).seq, cache._state_arrays
+    bits = [np.random.default_rng(7).integers(0, 256, array[0].nbytes, np.uint8) for array in cache.states.values()]
+    cache.write_states([seq], arrays.from_bytes(bits))
+    cache.commit([seq])
+    space = SwapSpace(cache, "1MiB", block_tokens=W)
+    assert space.swap_out(seq)
+    assert space.swap_in(seq) == [3]
+    assert all(map(np.array_equal, arrays.to_bytes(cache.read_states([seq])), bits))
+
+
+def test_tokens_that_were_not_computed_do_not_come_back():
+    texts, seq = computed()
+    space = space_of(texts)
+    texts.cache.append(seq, 3, tokens=[1, 2, 3])
+    assert space.swap_out(seq)
+    assert space.swap_in(seq) == [22]
+    texts.check()
+
+
+def test_what_was_not_committed_is_found_after_the_commit():
+    texts, seq = computed(tokens=TEXT[:14])
+    states = texts.cache.read_states([seq])
+    texts.cache.append(seq, 6, tokens=TEXT[14:20])
+    texts.cache.write_states([seq], advanced(states, [TEXT[14:20]]))
+    space = space_of(texts)
+    assert space.swap_out(seq)
+    texts.cache.reset()
+    assert space.swap_in(seq) == [20]
+    assert texts.cache.find(TEXT) == 0
+    texts.cache.commit(seq)
+    assert texts.cache.find(TEXT) == 20
+    texts.tokens[seq] = TEXT[:20]
+    texts.check()
+
+
+def damaged(block, place):
+    whole = bytearray(block)
+    whole[place] ^= 1
+    return bytes(whole)
+
+
+CHANGES = {
+    "lost": lambda block: None,
+    "first byte": lambda block: damaged(block, 0),
+    "last byte": lambda block: damaged(block, -1),
+    "of a state": lambda block: damaged(block, len(block) // 2),
+    "cut": lambda block: bytes(block)[:-4],
+    "empty": lambda block: b"",
+    "not bytes": lambda block: 5,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_each_lost_or_damaged_part_is_a_miss(change):
+    num_parts = 11 + space_of(Texts(make_cache()))._states.num_parts
+    for i in range(num_parts):
+        texts, seq = computed()
+        store, whole = make_store(), []
+        space = space_of(texts, FaultyStore(store, lambda keys, found: found))
+        assert space.swap_out(seq)
+        whole = [*store._slots._used]
+        assert len(whole) == num_parts
+
+        def spoil(keys, found, key=whole[i]):
+            return [change(block) if k == key else block for k, block in zip(keys, found, strict=True)]
+
+        space._patient._store.fault = spoil
+        assert space.swap_in(seq) == [0]
+        texts.tokens[seq] = []
+        texts.check()
+        texts.compute((seq, TEXT))
+        texts.check()
+
+
+def test_a_store_that_fails_takes_nothing_out():
+    texts, seq = computed()
+    store = FaultyStore(make_store(), fail)
+    space = space_of(texts, store)
+    assert not space.swap_out(seq)
+    texts.check()
+    store.fault = lambda keys, found: found
+    assert space.swap_out(seq)
+    store.fault = fail
+    assert space.swap_in(seq) == [0]
+
+
+def test_a_copy_goes_behind_what_is_found():
+    texts, seq = computed(make_cache(), TEXT, 8, 12)
+    space = space_of(texts)
+    copy = space.copy_out(seq)
+    for num_here in (0, 8, 12, 20, 22):
+        other = texts.fork(seq)
+        texts.truncate(other, num_here)
+        assert space.copy_in(other, copy) == 22
+        texts.tokens[other] = TEXT
+        texts.check()
+        texts.free(other)
+    texts.check()
+
+
+@pytest.mark.parametrize("place", ["write", "store", "commit"])
+@pytest.mark.parametrize("num_states", [3, 1])
+def test_an_interrupt_leaves_no_length_without_a_state(monkeypatch, place, num_states):
+    """With a single slot the state from which the sequence goes on is overwritten."""
+    texts, seq = computed(make_cache(num_states, max_seqs=num_states))
+    space = space_of(texts)
+    copy = space.copy_out(seq)
+    texts.free(seq)
+    texts.cache.reset()
+    seq = texts.prompt(TEXT[:8], 8)[0]
+    cache = texts.cache
+    target = {"write": (cache._state_arrays, "write"), "store": (space._blocks, "write"), "commit": (cache, "commit")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*target[place], lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            space.copy_in(seq, copy)
+    length = int(cache.seq_lens(seq)[0])
+    assert length == (0 if num_states == 1 and place != "store" else 8)
+    texts.tokens[seq] = TEXT[:length]
+    texts.check()
+    assert space.copy_in(seq, copy) == 22
+    texts.tokens[seq] = TEXT
+    texts.check()
+
+
+def test_too_few_blocks_change_nothing():
+    texts, seq = computed(make_cache(num_blocks=8))
+    space = space_of(texts)
+    assert space.swap_out(seq)
+    other = texts.prompt([5] * 20)[0]
+    with pytest.raises(OutOfBlocksError):
+        space.swap_in(seq)
+    texts.tokens[seq] = []
+    texts.check()
+    texts.free(other)
+    assert space.swap_in(seq) == [22]
+
+
+def test_lost_states_are_not_stored(monkeypatch):
+    texts, seq = computed()
+    monkeypatch.setattr(texts.cache._state_arrays, "write", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        texts.cache.write_states([seq], texts.cache.read_states([seq]))
+    with pytest.raises(ValueError, match=f"^the state of sequence {seq} is lost, since write_states was interrupted: "):
+        space_of(texts).swap_out(seq)
+
+
+def test_a_store_without_room_for_a_state_is_refused():
+    texts = Texts(make_cache())
+    with pytest.raises(ValueError, match="store must have a capacity of at least"):
+        space_of(texts, make_store(1))
+    with pytest.raises(ValueError, match=r"store must have room for \d+ bytes, 2 tokens of all KV heads and a state, "):
+        space_of(texts, 2 * BLOCK - 1)
+
+
+@pytest.mark.parametrize("num_slots", [200, 4])
+def test_preempted_requests_come_back_with_their_states(num_slots, monkeypatch):
+    """A store with too few slots loses some, which are computed."""
+    cache = make_cache(4, max_seqs=4, num_blocks=12)
+    space, back = space_of(Texts(cache), make_store(num_slots)), []
+    copy_in = space.copy_in
+    monkeypatch.setattr(space, "copy_in", lambda seq, copy: back.append(copy_in(seq, copy)) or back[-1])
+    ticks = iter(range(10**6))
+    scheduler = Scheduler(cache, max_num_batched_tokens=10, swap=space, clock=lambda: next(ticks))
+    prompts = [[10 * i + j for j in range(1, 10 + i)] for i in range(4)]
+    numbers = [scheduler.add(prompt, 12) for prompt in prompts]
+    rows = {number: [*prompt] for number, prompt in zip(numbers, prompts, strict=True)}
+    ended = []
+    while (step := scheduler.schedule()) is not None:
+        states, start, new = cache.read_states(step.seqs), 0, []
+        for count in step._counts.tolist():
+            new.append(step.tokens[start : start + count].tolist())
+            start += count
+        states = advanced(states, new)
+        for number, text in zip(step.requests.tolist(), texts_of(states), strict=True):
+            assert text == rows[number][: len(text)]
+        cache.write_states(step.seqs, states)
+        chosen = [len(rows[number]) for number in step.sampled.tolist()]
+        for number, token in zip(step.sampled.tolist(), chosen, strict=True):
+            rows[number].append(token)
+        ended += scheduler.update(step, np.array(chosen))
+        cache.check()
+    assert len(ended) == 4
+    assert scheduler.num_swapped > 0
+    assert any(back) == (num_slots == 200)
+    assert cache.stats().used_states == 0
