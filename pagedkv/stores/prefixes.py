@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, compress, groupby, islice
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import Added, ids_of
 from .blocks import CacheBlocks
 from .patient import PatientStore
+from .state_records import StateRecords
 from .store import BlockStore, Buffer, require_room
 from .window_blocks import Came, WindowBlocks
 from .wire import BLOCK_TOKENS, Name
@@ -30,17 +32,21 @@ class StoredPrefixes:
     Call `load` before `add`, and `store` once a prompt's blocks are committed. Other caches of the same model share
     them, in this process or another, whatever their block size, layout and number of ranks.
 
+    With states of sequences, `store` copies snapshots whose length is a multiple of both block sizes, each behind its
+    blocks, and what lies behind the last of them stays out of the store. `load` takes the longest that the store has
+    with all its blocks.
+
     A store that raises, gives no answer in time, or returns something wrong, has nothing: the prompt is computed. Calls
     go to the store from two threads of this object. One thread at a time may call the object itself, as its cache.
 
     Parameters
     ----------
     cache : PagedKVCache
-        With a prefix cache, and layers without a window. Of layers with windows, a store gets the blocks that the cache
-        still finds, and gives back what the next query sees.
+        With a prefix cache, and layers without a window; with states, without any. Of layers with windows, a store gets
+        the blocks that the cache still finds, and gives back what the next query sees.
     store : BlockStore
-        With room for a wire block of each KV head, in each window and shape: a `HostStore` or `FileStore` needs
-        `block_bytes` of one wire block, the largest, and a capacity of so many.
+        With room for a wire block of each KV head, in each window and shape, and for a state: a `HostStore` or
+        `FileStore` needs `block_bytes` of one wire block, the largest, and a capacity of so many.
     model : str
         What K and V depend on besides tokens and salts: the name and the revision of the weights, and all that changes
         them, such as another scaling of positions.
@@ -51,8 +57,8 @@ class StoredPrefixes:
     timeout : float
         Seconds that `load` and `store` wait for the store at most.
     max_pending_bytes : int
-        Bytes that wait at most for the store to take them, at least those of all KV heads of one wire block; what comes
-        when there are more is not stored.
+        Bytes that wait at most for the store to take them, at least those of all KV heads of one wire block, and of a
+        state; what comes when there are more is not stored.
 
     Attributes
     ----------
@@ -100,8 +106,6 @@ class StoredPrefixes:
         timeout: float = 2.0,
         max_pending_bytes: int = 2**28,
     ) -> None:
-        if cache.states:
-            raise ValueError("cache must have no states of sequences, which StoredPrefixes does not take yet")
         if (chains := cache._rows.chains) is None:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
         self.cache, self.chains = cache, chains
@@ -111,13 +115,23 @@ class StoredPrefixes:
         self.chunk = self.blocks.wire.block_tokens if self.windows else None
         self.patient = PatientStore(store, timeout, max_pending_bytes)
         kinds = self.blocks, *self.windows
-        largest = max(blocks.wire.block_bytes for blocks in kinds)
-        require_room(store, largest, sum(blocks.num_heads for blocks in kinds))
-        if max_pending_bytes < (needed := sum(blocks.bytes_of_all_heads for blocks in kinds)):
+        sizes = [blocks.wire.block_bytes for blocks in kinds]
+        self.states = StateRecords(cache, model, sizes[0], first_head) if cache.states else None
+        if self.states is not None and self.windows:
+            raise ValueError(
+                f"cache must have no windows beside states, got {cache.groups}: make it without windows, and pass "
+                "window= to attend"
+            )
+        num_parts = 0 if self.states is None else self.states.num_parts
+        require_room(store, max(sizes), sum(blocks.num_heads for blocks in kinds) + num_parts)
+        needed = sum(blocks.bytes_of_all_heads for blocks in kinds) + num_parts * sizes[0]
+        if max_pending_bytes < needed:
             raise ValueError(
                 f"max_pending_bytes must be at least {needed}, what {block_tokens} tokens take in this cache, got "
                 f"{max_pending_bytes}, which lets no block wait for the store"
             )
+        # A state is stored where both a block of the cache and a wire block end.
+        self._unit = block_tokens if self.states is None else lcm(block_tokens, cache.block_size)
         self.num_loaded = self.num_stored = self.num_dropped = 0
         self._waiting: dict[bytes, Future[bool]] = {}  # by its chained digest, what waits for the store to take it
 
@@ -149,7 +163,8 @@ class StoredPrefixes:
             As in `add`.
         """
         ids, num_here, size = ids_of(tokens), self.cache.find(tokens, salt), self.cache.block_size
-        full = ids[: len(ids) - len(ids) % self.blocks.wire.block_tokens]
+        most = len(ids) if self.states is None else max(0, len(ids) - 1)  # no snapshot is of use at the end
+        full = ids[: most - most % self._unit]
         if len(full) // size * size > num_here and self.cache.can_add(full, salt, chunk=self.chunk):
             added = self.bring(full, salt)
             if added is not None:
@@ -172,6 +187,8 @@ class StoredPrefixes:
         Added or None
             The sequence, and its length; None if the store has nothing.
         """
+        if self.states is not None:
+            return self._bring_with_state(self.states, ids, salt)
         root, deadline, size = root_digest(salt), self.patient.deadline(), self.blocks.wire.block_tokens
         digests, windows = self.blocks.wire.digests(ids, root), WindowBlocks(self.windows, ids, root, starts)
         came: Came = {}
@@ -198,6 +215,34 @@ class StoredPrefixes:
             if num_tokens <= num_here:
                 return None
             ids = ids[:num_tokens]
+
+    def _bring_with_state(
+        self, states: StateRecords, ids: npt.NDArray[np.int32], salt: str | bytes | None
+    ) -> Added | None:
+        """As `bring`, of a cache whose sequences go on only where they have a state."""
+        deadline, size, num_here = self.patient.deadline(), self.blocks.wire.block_tokens, self.cache.find(ids, salt)
+        digests = self.blocks.wire.digests(ids, root_digest(salt))
+        lens = sorted({*range(self._unit, len(ids), self._unit), len(ids)} - {*range(num_here + 1)}, reverse=True)
+        named = [(n, digests[-(-n // size) - 1]) for n in lens]
+        there = self.patient.has([states.keys(digest, n)[0] for n, digest in named], deadline)
+        for n, digest in compress(named, there):
+            if (state := states.open(digest, n, self.patient, deadline)) is None:
+                self.patient.remove_damaged(states.keys(digest, n))
+                continue
+            added = self.cache.add_found(ids[:n], salt, preempted=True)
+            try:
+                for first, opened in self._come(digests[: -(-n // size)], added.num_cached // size, deadline):
+                    added = self._extend(added, ids[:n], first, opened)
+                if added.num_cached == n:
+                    self.cache.write_states([added.seq], state)
+                    self.cache.commit(added.seq)
+                    self.num_loaded += n - num_here
+                    return added
+            except BaseException:
+                self.cache.free(added.seq)
+                raise
+            self.cache.free(added.seq)
+        return None
 
     def _extend(
         self, added: Added, ids: npt.NDArray[np.int32], first: int, opened: Sequence[npt.NDArray[np.uint8]]
@@ -230,16 +275,30 @@ class StoredPrefixes:
         ids, offsets = ids_of(tokens), np.arange(cache.block_size)
         columns = self.chains.cache.columns(self.chains.cache.find(ids, root))
         num_blocks = columns.shape[1] * cache.block_size // size
+        snapshots: dict[int, int] = {}  # by how many tokens it stands for, the slot of each that a store can have
+        if cache._rows.states is not None:
+            counts, state_slots = cache._rows.states.along(columns[cache.layer_groups.leader])
+            along = zip((counts * cache.block_size).tolist(), state_slots.tolist(), strict=True)
+            snapshots = {n: slot for n, slot in along if n % size == 0}
+            num_blocks = max(snapshots, default=0) // size
         ids = ids[: num_blocks * size]
         slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)[:, : len(ids)]
         windows, has, deadline = WindowBlocks(self.windows, ids, root), set[bytes](), self.patient.deadline()
-        given = self.give(self.blocks, slots, dict(enumerate(self.blocks.wire.digests(ids, root))), deadline)
+        of_text = self.blocks.wire.digests(ids, root)
+        given = self.give(self.blocks, slots, dict(enumerate(of_text)), deadline)
         for blocks, digests in zip(self.windows, windows.digests, strict=True):
             incomplete = blocks.missing(slots).reshape(num_blocks, size).any(axis=1)
             whole = {i: digests[i] for i in np.flatnonzero(~incomplete).tolist()}
             there = self.give(blocks, slots, whole, deadline)
             has |= {digests[i] for i in there}
         num_given = min({*range(num_blocks + 1)} - given)
+        if self.states is not None:
+            stored = [
+                n
+                for n, slot in snapshots.items()
+                if n <= num_given * size and self._give_state(slot, n, of_text[n // size - 1], deadline)
+            ]
+            return max(stored, default=0)
         return windows.longest(num_given * size, 0, lambda blocks, digests: [digest in has for digest in digests])
 
     def give(
@@ -277,6 +336,16 @@ class StoredPrefixes:
             self.num_stored += len(given) * size
             self.num_dropped += (len(missing) - len(given)) * size
         return {*digests} - {*missing[len(given) :]}
+
+    def _give_state(self, slot: int, num_tokens: int, digest: bytes, deadline: float) -> bool:
+        """Copy a state that the store does not have, behind its blocks; whether it then has it, or has been given."""
+        assert self.states is not None
+        keys = self.states.keys(digest, num_tokens)
+        if keys[0] not in self._waiting and not all(self.patient.has(keys, deadline)):
+            if self.patient.room < self.states.num_parts * self.blocks.wire.block_bytes:
+                return False
+            self._waiting[keys[0]] = self.patient.put(*self.states.read(slot, num_tokens, digest))
+        return True
 
     def flush(self) -> bool:
         """Wait until the store has taken all blocks; whether it did before the time-out."""

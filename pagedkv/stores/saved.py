@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import to_host
 from ..memory.prefix.digests import blake2b_128, root_digest
+from ..memory.snapshots import require_written
 from .blocks import CacheBlocks
 from .parts import Parts
 from .prefixes import StoredPrefixes
@@ -91,7 +92,8 @@ class SavedSequences:
         TypeError
             `name` is not a str.
         ValueError
-            The ids of some tokens are not known, or there are no tokens.
+            The ids of some tokens are not known, or there are no tokens; or the sequence has a state that does not
+            stand for all of them.
         KeyError
             The sequence was freed, or never existed.
         """
@@ -104,6 +106,8 @@ class SavedSequences:
                 f"seq must have tokens whose ids are all known, got {seq} with {num_tokens} tokens, {num_known} of "
                 "them known: pass their ids to add and append"
             )
+        if (slots_of_states := cache._rows.states) is not None:
+            require_written(cache._rows, np.array([row]))
         slots = np.atleast_2d(to_host(cache.slots(seq, 0, num_tokens)))
         tokens, root = chains.cache.tokens[slots[cache.layer_groups.leader]], chains._roots[row].tobytes()
         starts = [int(np.count_nonzero(window.missing(slots))) for window in prefixes.windows]
@@ -113,6 +117,12 @@ class SavedSequences:
             if of_blocks is None:
                 return False
             given += of_blocks
+        if prefixes.states is not None and slots_of_states is not None:
+            slot, digest = int(slots_of_states.of_row[row]), prefixes.blocks.wire.digests(tokens, root)[-1]
+            state_keys, state = prefixes.states.read(slot, num_tokens, digest)
+            if not prefixes.patient.put_now(state_keys, state):
+                return False
+            given += state_keys
         numbers = np.concatenate([np.array(starts, np.int32), tokens])
         keys, parts = self._parts.cut(partial(self._key, name, root), numbers)
         prefixes.patient.remove(keys)

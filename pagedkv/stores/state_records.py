@@ -29,6 +29,8 @@ class StateRecords:
         As in `Wire`.
     block_bytes : int
         Bytes of a block of the store: larger records are cut into parts.
+    first_head : int
+        As in `CacheBlocks`: ranks have parts of a state.
 
     Attributes
     ----------
@@ -36,10 +38,10 @@ class StateRecords:
         Blocks of the store that a record takes.
     """
 
-    def __init__(self, cache: PagedKVCache, model: str, block_bytes: int) -> None:
-        self._cache, self._arrays = cache, cache._state_arrays
+    def __init__(self, cache: PagedKVCache, model: str, block_bytes: int, first_head: int = 0) -> None:
+        self._arrays = cache._state_arrays
         layout = [(name, shape, dtype.name) for name, (shape, dtype) in self._arrays.specs.items()]
-        self._layout = blake2b_128(repr((model, layout)).encode())
+        self._layout = blake2b_128(repr((model, first_head, layout)).encode())
         self._sizes = [array[0].nbytes for array in cache.states.values()]
         self._num_words = 2 * (1 + len(layout)) + -(-sum(self._sizes) // 4)
         self._parts = Parts(_MAGIC, block_bytes)
@@ -49,10 +51,9 @@ class StateRecords:
         """The keys of all parts of a record."""
         return self._parts.keys(self._key_of(digest, num_tokens), self._num_words)
 
-    def read(self, seq: int, digest: bytes) -> tuple[list[bytes], list[bytes]]:
-        """Copy the state of a sequence: the keys and the parts of its record."""
-        num_tokens = int(self._cache.state_lens(seq)[0])
-        states = self._arrays.to_bytes(self._cache.read_states([seq]))
+    def read(self, slot: int, num_tokens: int, digest: bytes) -> tuple[list[bytes], list[bytes]]:
+        """Copy the state in a slot, which stands for so many tokens: the keys and the parts of its record."""
+        states = self._arrays.to_bytes(self._arrays.read(np.array([slot])))
         header = np.array([num_tokens, *map(len, states)], "<u8").view(np.uint8)
         content = np.zeros(4 * self._num_words, np.uint8)
         content[: len(header) + sum(self._sizes)] = np.concatenate([header, *states])

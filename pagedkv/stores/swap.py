@@ -15,6 +15,7 @@ from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
 from ..memory.device.arrays import Arrays
 from ..memory.sizing import bytes_of
+from ..memory.states import NO_SLOT
 from .blocks import CacheBlocks
 from .host import HostStore
 from .patient import PatientStore
@@ -297,8 +298,9 @@ class SwapSpace:
             slots = np.asarray(to_host(self.cache.slots(seq, 0, num_tokens)))
             parts = [slots[i : i + size] for i in range(0, num_tokens, size)]
             things: list[bytes | int] = [part.tobytes() for part in parts]
-            if (states := self.cache._rows.states) is not None and num_tokens:
-                things.append(int(states.of_row[row]))
+            slot = NO_SLOT if (states := self.cache._rows.states) is None else int(states.of_row[row])
+            if slot != NO_SLOT:
+                things.append(slot)
             stored |= {thing: (os.urandom(_DIGEST_BYTES), len(copies)) for thing in things if thing not in stored}
             digests, owners = zip(*[stored[thing] for thing in things], strict=True) if things else ((), ())
             names = [name for digest in digests[: len(parts)] for name in self._blocks.names(digest)]
@@ -310,7 +312,7 @@ class SwapSpace:
             keys = [name.key for digest in of_new for name in self._blocks.names(digest)]
             record: tuple[list[bytes], list[bytes]] = ([], [])
             if self._states is not None and state and are_new[-1]:
-                record = self._states.read(seq, state)
+                record = self._states.read(slot, num_tokens, state)
             self._patient.remove_with(copy, [*keys, *record[0]])
             copies.append(copy)
             # The state last, so that it is not there without its blocks.

@@ -6,7 +6,6 @@ import pytest
 from pagedkv import PagedKVCache, commit
 from pagedkv.errors import CapacityError
 from pagedkv.memory.device.state_arrays import StateArrays
-from pagedkv.stores import HostStore, StoredPrefixes
 
 from .manager import fails_after, refused
 from .texts import P, Texts, advanced, make_cache, slots_held, snapshots, texts_of
@@ -238,12 +237,6 @@ def test_more_states_than_memory_are_refused():
         MemoryError, match=r"^state_memory must fit into the .* bytes of memory that are free, got 1,024 "
     ):
         PagedKVCache(**SIZE, states={"x": ((2**40,), "float32")}, state_memory="4096TiB")
-
-
-def test_stores_take_no_states_yet():
-    message = r"^cache must have no states of sequences, which StoredPrefixes does not take yet$"
-    with pytest.raises(ValueError, match=message):  # SavedSequences takes these
-        StoredPrefixes(make_cache(), HostStore(2**16, 2**12), model="m")
 
 
 def test_stores_of_states_need_no_memory(monkeypatch):

@@ -150,6 +150,24 @@ MUTANTS = [
         STATES + "test_what_was_not_committed_is_found_after_the_commit",
     ),
     Mutant(
+        "prefixes: a state comes without all of its blocks",
+        "if added.num_cached == n:",
+        "if added.num_cached >= 0:",
+        STATES + "test_prefixes_need_all_blocks_and_the_state[lost]",
+    ),
+    Mutant(
+        "prefixes: a key does not name the shapes and dtypes of states",
+        'b"state" + self._layout + digest',
+        'b"state" + digest',
+        STATES + "test_other_states_are_not_found[dtypes]",
+    ),
+    Mutant(
+        "saved: a state that is behind its sequence is saved",
+        "require_written(cache._rows, np.array([row]))",
+        "pass",
+        STATES + "test_a_sequence_whose_state_is_behind_is_not_saved",
+    ),
+    Mutant(
         "scheduler: a request that comes back stops behind itself",
         "running.move(np.array([request.lane]), np.array([num_cached]))",
         "running.num_computed[request.lane] = num_cached",

@@ -1,17 +1,21 @@
 """States of sequences in stores: each comes back with its blocks, or neither does."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from pagedkv import OutOfBlocksError, PagedKVCache, Scheduler
-from pagedkv.stores import HostStore, SwapSpace
+from pagedkv.stores import HostStore, SavedSequences, StoredPrefixes, SwapSpace
 
 from ..memory.texts import P, Texts, advanced, make_cache, texts_of
+from .caches import fill
 from .test_prefixes import FaultyStore, fail
 
 W = 2  # tokens of a wire block
 TEXT = [*range(1, 23)]
 BLOCK = 128 + 2 * W * 8 * 4  # bytes of a wire block: a state takes several
+PREFIX_BLOCK = 128 + 2 * 2 * P * 8 * 4
 
 
 def make_store(num_blocks=200):
@@ -20,6 +24,30 @@ def make_store(num_blocks=200):
 
 def space_of(texts, store=None):
     return SwapSpace(texts.cache, store or make_store(), block_tokens=W, timeout=5.0)
+
+
+def prefixes_of(texts, store, model="a model", **options):
+    return StoredPrefixes(texts.cache, store, model, **{"block_tokens": 2 * P, "timeout": 5.0} | options)
+
+
+def prefix_store(num_blocks=200):
+    return HostStore(num_blocks * PREFIX_BLOCK, PREFIX_BLOCK)
+
+
+def stored(store, *stops):
+    """Store a text with snapshots at these stops; returns for how many tokens the store has all."""
+    texts, _ = computed(make_cache(), TEXT, *stops)
+    fill(texts.cache)
+    with prefixes_of(texts, store) as prefixes:
+        num_tokens = prefixes.store(TEXT)
+        assert prefixes.store(TEXT) == num_tokens
+    return num_tokens
+
+
+def kv(cache, seq):
+    """K and V of a sequence."""
+    blocks, offsets = np.divmod(cache.slots(seq, 0, int(cache.seq_lens(seq)[0])), P)
+    return np.array([array[blocks, offsets] for array in (*cache.k_caches, *cache.v_caches)])
 
 
 def computed(cache=None, tokens=TEXT, *stops, salt=None):
@@ -32,13 +60,15 @@ def test_sequences_come_back_with_their_states(prefix_cache):
     texts, seq = computed(make_cache(prefix_cache=prefix_cache))
     fork = texts.fork(seq)
     texts.decode(fork, [7, 7])
-    space, before = space_of(texts), {**texts.tokens}
+    fill(texts.cache)
+    space, before, of_fork = space_of(texts), {**texts.tokens}, kv(texts.cache, fork)
     assert space.swap_out([seq, fork])
     assert texts.cache.stats().used_states == texts.cache.stats().used == 0
     if prefix_cache:
         texts.cache.reset()
     other = texts.prompt([5] * 30)[0]
     assert space.swap_in([fork, seq]) == [24, 22]
+    np.testing.assert_array_equal(kv(texts.cache, fork).view(np.uint32), of_fork.view(np.uint32))
     texts.tokens |= before
     texts.check()
     texts.decode(seq, [9])
@@ -259,3 +289,151 @@ def test_preempted_requests_come_back_with_their_states(num_slots, monkeypatch):
     assert scheduler.num_swapped > 0
     assert any(back) == (num_slots == 200)
     assert cache.stats().used_states == 0
+
+
+# -- prefixes
+@pytest.mark.parametrize(("stops", "expected"), [((8, 16), 16), ((16,), 16), ((8,), 8), ((12,), 0), ((), 0)], ids=str)
+def test_another_cache_goes_on_from_a_stored_state(stops, expected):
+    store = prefix_store()
+    assert stored(store, *stops) == expected
+    texts = Texts(make_cache())
+    with prefixes_of(texts, store) as prefixes:
+        assert prefixes.load(TEXT) == prefixes.load(TEXT) == prefixes.num_loaded == expected
+    assert texts.cache.stats().used_states == 0
+    assert texts.prompt(TEXT)[1] == expected
+    texts.check()
+
+
+def test_what_is_here_is_not_loaded():
+    stored(store := prefix_store(), 8, 16)
+    texts, _ = computed(make_cache(), TEXT[:9])
+    with prefixes_of(texts, store) as prefixes:
+        assert prefixes.load(TEXT[:9]) == 8
+        assert prefixes.num_loaded == 0
+        assert prefixes.load(TEXT) == 16
+        assert prefixes.num_loaded == 8
+    texts.check()
+    assert texts.prompt(TEXT)[1] == 16
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_prefixes_need_all_blocks_and_the_state(change):
+    """The store has two wire blocks and two states."""
+    stored(store := prefix_store(), 8, 16)
+    keys, found = [*store._slots._used], []
+    assert len(keys) == 4
+    for spoiled in keys:
+        texts, copy = Texts(make_cache()), prefix_store()
+        blocks = {key: bytes(block) for key, block in zip(keys, store.get(keys), strict=True)}
+        copy.put([*blocks], [*blocks.values()])
+        get = copy.get
+        copy.get = lambda keys, get=get, spoiled=spoiled: [
+            change(block) if key == spoiled else block for key, block in zip(keys, get(keys), strict=True)
+        ]
+        with prefixes_of(texts, copy) as prefixes:
+            found.append(prefixes.load(TEXT))
+        assert texts.prompt(TEXT)[1] == found[-1]
+        texts.check()
+    assert sorted(found) == [0, 8, 8, 16]
+
+
+@pytest.mark.parametrize("other", ["model", "names", "shapes", "dtypes"])
+def test_other_states_are_not_found(other):
+    stored(store := prefix_store(), 8, 16)
+    states = {"tokens": ((64,), "float32"), "count": ((1,), "float32")}
+    if other == "names":
+        states = {"count": states["count"], "tokens": states["tokens"]}
+    elif other == "shapes":
+        states["tokens"] = (8, 8), "float32"
+    elif other == "dtypes":
+        states["tokens"] = (128,), "float16"
+    cache = PagedKVCache(1, 100, P, 1, 8, states=states)
+    with StoredPrefixes(cache, store, "b" if other == "model" else "a model", block_tokens=2 * P) as prefixes:
+        assert prefixes.load(TEXT) == 0
+
+
+def test_a_state_without_room_to_wait_is_stored_later():
+    texts, _ = computed(make_cache(), TEXT, 8, 16)
+    goes_on = threading.Event()
+    store = FaultyStore(prefix_store(), lambda keys, found: goes_on.wait() and found)
+    with prefixes_of(texts, store, max_pending_bytes=2 * PREFIX_BLOCK) as prefixes:
+        assert prefixes.store(TEXT) == 0
+        goes_on.set()
+        prefixes.flush()
+        assert prefixes.store(TEXT) == 16
+    with prefixes_of(Texts(make_cache()), store) as prefixes:
+        assert prefixes.load(TEXT) == 16
+
+
+def test_salts_and_ranks_are_told_apart():
+    texts, _ = computed(make_cache(), TEXT, 8, 16, salt="a")
+    store = prefix_store()
+    with prefixes_of(texts, store) as prefixes:
+        assert prefixes.store(TEXT, "a") == 16
+    with prefixes_of(Texts(make_cache()), store) as prefixes:
+        assert [prefixes.load(TEXT, salt) for salt in (None, "b", "a")] == [0, 0, 16]
+        keys = prefixes.states.keys(bytes(16), 16)
+    with prefixes_of(Texts(make_cache()), store, first_head=1) as prefixes:
+        assert prefixes.states.keys(bytes(16), 16) != keys
+
+
+@pytest.mark.parametrize("place", ["write_states", "commit", "append"])
+def test_an_interrupted_load_leaves_nothing(monkeypatch, place):
+    stored(store := prefix_store(), 8, 16)
+    texts = Texts(make_cache())
+    with prefixes_of(texts, store) as prefixes:
+        with monkeypatch.context() as patch:
+            patch.setattr(texts.cache, place, lambda *args, **options: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                prefixes.load(TEXT)
+        assert (texts.cache.num_seqs, texts.cache.stats().used_states, texts.cache.find(TEXT)) == (0, 0, 0)
+        assert prefixes.load(TEXT) == 16
+    texts.check()
+
+
+def test_windows_beside_states_are_refused():
+    cache = make_cache(num_layers=2, windows=[4, None])
+    with pytest.raises(ValueError, match="cache must have no windows beside states, got "):
+        StoredPrefixes(cache, prefix_store(), "a model")
+
+
+# -- saved sequences
+@pytest.mark.parametrize("num_tokens", [1, 8, 20, 22])
+def test_saved_sequences_have_their_states(num_tokens):
+    texts, seq = computed(make_cache(), TEXT[:num_tokens])
+    fill(texts.cache)
+    store, before = prefix_store(), kv(texts.cache, seq)
+    assert SavedSequences(prefixes_of(texts, store)).save(seq, "a chat")
+    other = Texts(make_cache())
+    restored = SavedSequences(prefixes_of(other, store)).restore("a chat")
+    assert restored.num_cached == num_tokens
+    np.testing.assert_array_equal(kv(other.cache, restored.seq).view(np.uint32), before.view(np.uint32))
+    other.tokens[restored.seq] = TEXT[:num_tokens]
+    other.check()
+    other.decode(restored.seq, [5, 6])
+    other.check()
+
+
+def test_a_saved_sequence_without_its_state_begins_at_an_earlier_one_or_is_computed():
+    texts, seq = computed(make_cache(), TEXT, 8, 16)
+    store = prefix_store()
+    prefixes = prefixes_of(texts, store)
+    assert SavedSequences(prefixes).save(seq, "a chat")
+    digest = prefixes.blocks.wire.digests(np.array(TEXT, np.int32), texts.cache._rows.chains._roots[0].tobytes())[-1]
+    store.remove(prefixes.states.keys(digest, 22))
+    for expected in (0, 16):
+        other = Texts(make_cache())
+        restored = SavedSequences(prefixes_of(other, store)).restore("a chat")
+        assert restored.num_cached == expected
+        other.tokens[restored.seq] = TEXT[:expected]
+        other.check()
+        other.compute((restored.seq, TEXT[expected:]))
+        prefixes.store(TEXT)
+        prefixes.flush()
+
+
+def test_a_sequence_whose_state_is_behind_is_not_saved():
+    texts, seq = computed()
+    texts.cache.append(seq, 1, tokens=[3])
+    with pytest.raises(ValueError, match=r"stands for 22 of 23: call write_states after the pass, and then commit$"):
+        SavedSequences(prefixes_of(texts, prefix_store())).save(seq, "a chat")
