@@ -29,7 +29,7 @@ from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
-from .memory.sizing import blocks_in, count_in, shapes_of
+from .memory.sizing import blocks_in, bytes_of, count_in, shapes_of
 from .memory.states import StateSlots
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
@@ -62,7 +62,8 @@ class PagedKVCache(Sequences):
     layout : str
         "NHD", "HND" or "vllm".
     memory : str, int, float or None
-        In place of num_blocks: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
+        In place of num_blocks: "2GiB", bytes, or a share of the free memory of the device, such as 0.9; for K, V and
+        states, unless `state_memory` is given.
     kv_dtype : str or None
         "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
     k_scale, v_scale : scale, or list of them, or None
@@ -82,8 +83,9 @@ class PagedKVCache(Sequences):
         the arrays of one sequence, for all layers together. Shapes are tuples, dtypes those that `dtype` takes. See
         `read_states`.
     state_memory : str, int, float or None
-        Memory for states, as `memory`; None for two states for each of max_seqs, but not more memory than K and V take.
-        Each sequence needs one, so that it may lower max_seqs; the others hold states that prompts can find.
+        Memory for states, as `memory`; None for two states for each of max_seqs, but not more memory than K and V take,
+        and at least two. Each sequence needs one, so that it may lower max_seqs; the others hold states that prompts
+        can find.
     same_as : dict of int to int, or None
         Layers that read the K and V of an earlier layer, and which: they take no memory.
     group_size : int or None
@@ -218,22 +220,26 @@ class PagedKVCache(Sequences):
         block_bytes = bytes_of_block(groups, shapes, layout, block_size, stored.itemsize)
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
-        count = num_blocks if memory is None else blocks_in(memory, block_bytes, arrays)
+        room = 0 if memory is None else bytes_of("memory", memory, arrays)
+        specs, num_states, state_bytes = {} if states is None else specs_of(states), 0, 0
+        if specs:
+            max_seqs, unit = as_int("max_seqs", max_seqs, minimum=1), bytes_of_state(specs)
+            if state_memory is not None:
+                num_states = count_in("state_memory", state_memory, unit, "one state in all layers", arrays)
+            else:
+                of_kv = room // 2 if num_blocks is None else as_int("num_blocks", num_blocks) * block_bytes
+                num_states = min(2 * max_seqs, max(2, of_kv // unit))
+                state_bytes = num_states * unit
+            max_seqs = min(max_seqs, num_states)
+        elif state_memory is not None:
+            raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
+        count = blocks_in(room, block_bytes, arrays, state_bytes) if num_blocks is None else num_blocks
         # Each group needs a block.
         num_blocks = as_int("num_blocks", count, minimum=len(groups.groups), maximum=MAX_INT32)
         if max_seq_len is None:
             max_blocks = min(groups.longest(num_blocks, 1, keep) // block_size, MAX_INT32 // block_size)
         else:
             max_blocks = -(-as_int("max_seq_len", max_seq_len, minimum=1) // block_size)
-        specs, num_states = {} if states is None else specs_of(states), 0
-        if specs:
-            max_seqs, unit = as_int("max_seqs", max_seqs, minimum=1), bytes_of_state(specs)
-            num_states = min(2 * max_seqs, max(2, num_blocks * block_bytes // unit))
-            if state_memory is not None:
-                num_states = count_in("state_memory", state_memory, unit, "one state in all layers", arrays)
-            max_seqs = min(max_seqs, num_states)
-        elif state_memory is not None:
-            raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
         self._options: list[dict[str, Any]] = [{"layout": layout, "kv_dtype": kv_dtype} for _ in range(num_layers)]
         shape_of = shapes if len(shapes) > 1 else shapes * num_layers
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):

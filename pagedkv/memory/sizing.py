@@ -112,7 +112,7 @@ def shapes_of(num_layers: int, num_kv_heads: Any, head_dim: Any) -> list[Shape]:
     return shapes if len({*shapes}) > 1 else shapes[:1]
 
 
-def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> int:
+def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays, state_bytes: int = 0) -> int:
     """Convert an amount of memory to a number of blocks.
 
     Parameters
@@ -121,13 +121,19 @@ def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays) -> in
         "2GiB", a number of bytes, or a share of what is free now on the device of `arrays`, between 0.0 and 1.0.
     block_bytes : int
         Of one block.
+    state_bytes : int
+        Of all states, which the memory is for, too.
 
     Raises
     ------
     TypeError, ValueError
-        `memory` is none of these, or less than one block.
+        `memory` is none of these, or less than one block and the states.
     """
-    return count_in("memory", memory, block_bytes, "one block in all layers", arrays)
+    num_bytes, needed = bytes_of("memory", memory, arrays), block_bytes + state_bytes
+    if num_bytes < needed:
+        states = " beside the states" if state_bytes else ""
+        raise ValueError(f"memory must be at least {needed} bytes, one block in all layers{states}, got {num_bytes}")
+    return (num_bytes - state_bytes) // block_bytes
 
 
 def count_in(name: str, memory: str | int | float, unit_bytes: int, unit: str, arrays: Arrays) -> int:

@@ -5,7 +5,9 @@ import pytest
 
 from pagedkv import PagedKVCache, commit
 from pagedkv.errors import CapacityError
+from pagedkv.memory.device.arrays import Arrays
 from pagedkv.memory.device.state_arrays import StateArrays
+from pagedkv.memory.sizing import bytes_of
 
 from .manager import fails_after, refused
 from .texts import P, Texts, advanced, make_cache, slots_held, snapshots, texts_of
@@ -221,6 +223,18 @@ def test_how_many_states_there_are(options, num_states, max_seqs):
     cache = PagedKVCache(**(SIZE | {"num_blocks": 99, "max_seqs": 2, "states": {"x": ((256,), "float32")}} | options))
     assert (cache.stats().num_states, cache.max_seqs) == (num_states, max_seqs)
     assert cache.stats().state_bytes == num_states * 1024
+
+
+@pytest.mark.parametrize(("memory", "num_states", "num_blocks"), [("8KiB", 4, 16), ("3KiB", 2, 4), (2**16, 4, 240)])
+def test_memory_is_for_states_too(memory, num_states, num_blocks):
+    """Up to half of it, but two at least."""
+    options = SIZE | {"num_blocks": None, "memory": memory, "max_seqs": 2, "states": {"x": ((256,), "float32")}}
+    stats = PagedKVCache(**options).stats()
+    assert (stats.num_states, stats.num_blocks) == (num_states, num_blocks)
+    assert stats.num_bytes + stats.state_bytes <= bytes_of("memory", memory, Arrays("numpy", None))
+    assert PagedKVCache(**options, state_memory="1KiB").stats().num_blocks == num_blocks + 4 * num_states
+    with pytest.raises(ValueError, match=r"^memory must be at least 2304 bytes, .* beside the states, got 2303$"):
+        PagedKVCache(**options | {"memory": 2303})
 
 
 def test_memory_for_states_is_refused_where_it_is_for_none():

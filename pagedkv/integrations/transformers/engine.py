@@ -91,7 +91,8 @@ class Engine:
         returns ids or a dict with `input_ids`, ``decode(ids, skip_special_tokens=)``, and for messages `chat_template`
         and ``apply_chat_template(messages, add_generation_prompt=, return_dict=)``.
     memory : str, int, float or None
-        Memory for K and V, on each rank: "2GiB", bytes, or a share of the free memory of the device, such as 0.9.
+        Memory for K, V and states, on each rank: "2GiB", bytes, or a share of the free memory of the device, such as
+        0.9.
     num_blocks : int or None
         N, in place of `memory`.
     block_size : int
