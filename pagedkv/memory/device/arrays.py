@@ -52,7 +52,7 @@ class Arrays:
             raise ModuleNotFoundError(
                 f"array_module {name} cannot be imported ({error}): {install}", name=error.name
             ) from error
-        self._is_torch, self.uint8 = name == "torch", self._module.uint8
+        self._is_torch = name == "torch"
         # Later arrays go to the same device, even if another one is current then.
         if self._is_torch:
             self._device: Any = self._module.empty(0, device=device).device
@@ -75,6 +75,10 @@ class Arrays:
         elements = blocks.view(getattr(self._module, dtype.name) if self._is_torch else dtype)  # CuPy views all or none
         first = start // dtype.itemsize
         return elements[:, first : first + math.prod(shape[1:])].reshape(shape)
+
+    def as_bytes(self, x: Any) -> Any:
+        """View an array in order as its bytes, (num_bytes,) uint8."""
+        return x.reshape(-1).view(self._module.uint8)
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
         """Convert a NumPy array to one of the module, sharing memory where possible.

@@ -73,7 +73,7 @@ class StateArrays:
 
     def to_bytes(self, states: Mapping[str, Any]) -> list[npt.NDArray[np.uint8]]:
         """Copy the bytes of each state of one sequence to the host; `states` are from `read`."""
-        return [to_host(states[name].reshape(-1).view(self._arrays.uint8)) for name in self.by_name]
+        return [to_host(self._arrays.as_bytes(states[name])) for name in self.by_name]
 
     def from_bytes(self, parts: Sequence[npt.NDArray[np.uint8]]) -> dict[str, Any]:
         """What `to_bytes` had, as `write` takes it."""
