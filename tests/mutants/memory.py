@@ -215,6 +215,12 @@ MUTANTS = [
         GROUPS + "test_a_block_is_stored_behind_the_one_before_it_though_no_query_sees_that",
     ),
     Mutant(
+        "groups: a block has the holder that an earlier one had in its place",
+        "(self._starts + held.kept[kept]).reshape(-1), held.blocks[:, kept].reshape(-1)",
+        "self._starts[groups, 0] + held.kept[i], held.blocks[groups, i]",
+        GROUPS + "test_a_block_that_a_window_passes_before_the_commit_is_found_in_no_group",
+    ),
+    Mutant(
         "groups: a sequence gets a block of another group",
         "np.where(kept == NO_BLOCK, NO_BLOCK, self._starts + kept)",
         "(self._starts + kept)",

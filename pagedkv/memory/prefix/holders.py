@@ -124,7 +124,13 @@ class Holders:
         return Held(blocks.reshape(candidates.shape), is_new.reshape(candidates.shape), kept, kept_serials, digests)
 
     def plan(self, held: Held) -> list[Write]:
-        """Name the new holders."""
+        """Name the holders of each block of the leading group, or that there is none.
+
+        What an earlier block had in its place may be a holder in another group now, with the same serial.
+        """
+        kept = (held.kept != NO_BLOCK).nonzero()[0]
         groups, i = held.is_new.nonzero()
-        blocks = held.blocks[groups, i]
-        return [(self._blocks, self._starts[groups, 0] + held.kept[i], blocks), (self.group_of, blocks, groups)]
+        return [
+            (self._blocks, (self._starts + held.kept[kept]).reshape(-1), held.blocks[:, kept].reshape(-1)),
+            (self.group_of, held.blocks[groups, i], groups),
+        ]

@@ -225,6 +225,23 @@ def test_tokens_that_are_not_stored_stay_in_their_own_blocks():
     assert_sound(cache, [seq])
 
 
+def test_a_block_that_a_window_passes_before_the_commit_is_found_in_no_group():
+    """An earlier text had the same block in the leading group, and in this one a block that is now of another."""
+    cache = make(None, 9, 5)
+    seq = started(cache, OTHERS[:4])
+    [lead], [of_9], [of_5] = tables(cache, [seq])[:, 0]
+    cache.free(seq)
+    others = np.setdiff1d(cache.pool.allocate(100), [lead, of_9, of_5])
+    cache.pool.release([lead, of_5, of_9, *others])
+    seq = cache.add(0).seq
+    for start in (0, 4, 8):
+        cache.append(seq, 4, TEXT[start : start + 4])
+    assert tables(cache, [seq])[:, 0, 0].tolist() == [lead, of_5, -1]
+    cache.commit(seq)
+    assert cache.find(TEXT[:5]) == 0
+    assert_sound(cache, [seq, cache.add(TEXT[:5]).seq])
+
+
 def test_a_hit_needs_no_block_left_of_its_window():
     cache, of_window, _ = with_text(6)
     evict(cache, of_window[:4])
