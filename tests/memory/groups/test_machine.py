@@ -440,12 +440,13 @@ class GroupMachine(RuleBasedStateMachine):
             for seq in self.seqs.values():
                 seq.known = seq.found = 0
 
-    @rule(data=st.data())
-    def pressure(self, data):
-        """Hand out free blocks, whose contents are lost, and take them back."""
+    @rule(data=st.data(), order=st.randoms(use_true_random=False))
+    def pressure(self, data, order):
+        """Hand out free blocks, whose contents are lost, and take them back in another order: groups trade them."""
         blocks = self.cache.pool.allocate(data.draw(st.integers(0, self.cache.num_free)))
         for layer in {*self.owner_of}:
             self.cache.k_caches[layer][blocks] = self.cache.v_caches[layer][blocks] = POISON
+        order.shuffle(blocks)
         self.cache.pool.release(blocks)
 
     # -- what must hold
