@@ -119,7 +119,10 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("shapes", [{}, SEVERAL, SEVERAL | {"windows": [2 * W, None, None]}], ids=str)
+SHAPES = {"one shape": {}, "several": SEVERAL, "several without a window": SEVERAL | {"windows": [2 * W, None, None]}}
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_another_cache_finds_what_one_has_stored(options, shapes):
     tokens, store, cache, other = text(NUM_TOKENS), make_store(), windowed(**shapes), windowed(**shapes | options)
