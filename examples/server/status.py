@@ -62,6 +62,20 @@ def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
         used = enumerate(zip(groups, stats.used_by_group, strict=True))
         by_group = {f'group="{g}",window="{group.window or "none"}"': blocks for g, (group, blocks) in used}
         families.append(("group_blocks", "gauge", "used blocks of each group of layers", by_group))
+    if engine.cache.states:
+        free = stats.num_states - stats.used_states - stats.cached_states
+        slots = {"used": stats.used_states, "cached": stats.cached_states, "free": free}
+        families += [
+            ("states", "gauge", "slots of states", {f'state="{state}"': count for state, count in slots.items()}),
+            (
+                *(
+                    "prefix_tokens_without_state_total",
+                    "counter",
+                    "tokens whose blocks are cached, and no state for them",
+                ),
+                {"": stats.tokens_without_state},
+            ),
+        ]
     lines = []
     for name, kind, text, values in families:
         lines += [f"# HELP pagedkv_{name} {text}", f"# TYPE pagedkv_{name} {kind}"]
