@@ -139,10 +139,10 @@ def publisher(args: argparse.Namespace) -> contextlib.AbstractContextManager[Any
 
 def build(args: argparse.Namespace, events: Any = None) -> Server:
     """Make the server that the command line describes; `events` is the listener of its cache."""
-    most = {"max_num_seqs": args.max_batch, "max_num_batched_tokens": max(args.max_tokens, args.max_batch)}
-    most["swap"] = args.swap
+    most = {"max_num_batched_tokens": max(args.max_tokens, args.max_batch), "swap": args.swap}
     pool = {"num_blocks": args.num_blocks if args.memory is None else None, "memory": args.memory}
     pool |= {"block_size": args.block_size, "prefix_cache": not args.no_prefix_cache, "events": events}
+    pool["max_seqs"] = args.max_batch  # fewer run where there are fewer states
     if args.model:
         try:
             from server.hugging_face import hugging_face  # imported here because it imports torch
@@ -159,7 +159,10 @@ def build(args: argparse.Namespace, events: Any = None) -> Server:
         raise SystemExit(str(error)) from None
     except MemoryError as error:
         raise SystemExit(f"{error}: change --num-blocks, --memory, --block-size or --context") from None
-    admission = Admission(args.max_batch + args.max_waiting, args.max_batch)
+    max_batch = engine.cache.max_seqs
+    if max_batch < args.max_batch:
+        print(f"{max_batch} requests run at a time, for which there are states: give more --memory", file=sys.stderr)
+    admission = Admission(max_batch + args.max_waiting, max_batch)
     context, of_model = engine.scheduler.max_request_len, engine.cache.max_seq_len
     if context < of_model:
         print(

@@ -407,6 +407,19 @@ def test_a_chat_with_a_hybrid_model_finds_its_messages_again(tmp_path):
     assert cached == [0, 48]  # of 50 before the thoughts, and of 64 with a part of them
 
 
+def test_a_hybrid_model_runs_as_many_requests_as_it_has_states(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
+    from ..integrations.transformers.models import make_model
+
+    make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with serving("--model", str(tmp_path), "--context", "32", "--num-blocks", "2") as server:
+        assert server.server.admission._max_batch == server.engine.cache.max_seqs == 2
+        assert ask(server.port, {"prompt": "x", "max_tokens": 2})[0] == 200
+    assert "2 requests run at a time, for which there are states: give more --memory" in capsys.readouterr().err
+
+
 def test_metrics_count_the_used_blocks_of_each_group_of_layers():
     cache = PagedKVCache(2, 16, 4, 1, 8, windows=[4, None])
     cache.append(cache.add(8).seq)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pagedkv.errors import CapacityError
-from pagedkv.stores import SavedSequences, SwapSpace
+from pagedkv.stores import HostStore, SavedSequences, SwapSpace
 
 from .caches import W
 from .test_prefixes import FAULTS, damage, make_store, prefixes_of
@@ -24,7 +24,8 @@ class UnreliableStore:
     """Keeps blocks, and does something else at times, until it is told to be reliable."""
 
     def __init__(self, seed, is_reliable):
-        self.is_reliable, self.store = is_reliable, make_store()
+        # With room for all that a history stores, so that nothing is missing because it was evicted.
+        self.is_reliable, self.store = is_reliable, HostStore(2**25, make_store().block_bytes)
         # Calls of several threads may come in any order: each method draws for itself.
         self.draws = {name: random.Random(f"{name} {seed}") for name in ("get", "has", "put", "remove")}
 
