@@ -68,11 +68,9 @@ def metrics(engine: Engine, counts: Mapping[str, int]) -> str:
         families += [
             ("states", "gauge", "slots of states", {f'state="{state}"': count for state, count in slots.items()}),
             (
-                *(
-                    "prefix_tokens_without_state_total",
-                    "counter",
-                    "tokens whose blocks are cached, and no state for them",
-                ),
+                "prefix_tokens_without_state_total",
+                "counter",
+                "tokens whose blocks are cached, and no state for them",
                 {"": stats.tokens_without_state},
             ),
         ]
