@@ -21,9 +21,9 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
             "k and v must have shape (total_k, num_kv_heads, head_dim), or pages with a block_table, "
             f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
-    begin = starts.numpy()
+    begin = starts.cpu().numpy()
     room = np.diff(begin)
-    lens = room if used is None else used.numpy()
+    lens = room if used is None else used.cpu().numpy()
     num_tokens = min(len(key), len(value))
     require_starts(name, begin, num_tokens, "tokens of k and v")
     if lens.shape != room.shape or (lens > room).any():
@@ -35,7 +35,7 @@ def as_blocks(key: Any, value: Any, starts: Any, used: Any, name: str) -> tuple[
     tables = begin[:-1, None] // block_size + np.arange(num_blocks, dtype=np.int32)
     np.minimum(tables, begin[-1] // block_size - 1, out=tables)  # past the end of a sequence anything is fine
     blocks = (x[: begin[-1]].unflatten(0, (-1, block_size)) for x in (key, value))
-    return *blocks, torch.from_numpy(tables), torch.from_numpy(lens)
+    return *blocks, *(torch.from_numpy(x).to(key.device) for x in (tables, lens))
 
 
 def never_decrease(starts: Any) -> bool:

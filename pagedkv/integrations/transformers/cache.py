@@ -410,10 +410,15 @@ class PagedCache(Cache):
             self.seqs = np.column_stack([self.seqs, copies]).astype(np.int64).ravel().tolist()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows, in this order."""
+        """Keep some rows, in this order; ValueError for more rows than there are."""
         self._undo()
         if self.seqs:
             kept = np.arange(len(self.seqs))[indices.cpu().numpy()]
+            if len(kept) > len(self.seqs):
+                raise ValueError(
+                    f"indices must be at most the {len(self.seqs)} rows of the cache, got {len(kept)}: "
+                    "call batch_repeat_interleave first"
+                )
             others = np.zeros(len(self.seqs) - len(kept), np.int64)
             self.kv.reorder(self.seqs, np.concatenate([kept, others]))
             self.kv.free(self.seqs[len(kept) :])

@@ -98,6 +98,8 @@ def test_rows_are_repeated_and_selected(model, cache):
         ValueError, match="tokens_to_remove must be at least -1, minus what the shortest row has, got -2"
     ):
         cache.crop(-2)
+    with pytest.raises(ValueError, match="indices must be at most the 6 rows of the cache, got 7: call batch_repeat"):
+        cache.batch_select_indices(torch.arange(7) % 6)
     cache.batch_select_indices(torch.tensor([4, 1, 2]))
     assert cache.kv.seq_lens(cache.seqs).tolist() == [1, 30, 23]
     tables = cache.kv.block_tables(cache.seqs)
