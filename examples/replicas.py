@@ -1,4 +1,4 @@
-"""Replicas of the server of serve.py under Ray Serve, on a laptop or a cluster.
+"""Replicas of the server under Ray Serve, on a laptop or a cluster.
 
     pip install -e ".[replicas]"      (Ray Serve, with starlette and uvicorn)
     python examples/replicas.py --max-replicas 2
@@ -7,7 +7,8 @@
 Requests that begin alike go to the replica that has their beginning in its prefix cache, unless it is much busier than
 another one. Ray starts replicas while requests queue up, and stops them when they are idle. The command starts Ray, and
 ends it with Ctrl-C. Where Ray runs already (`ray start --head`, or a cluster), it starts the replicas there and
-returns. Given again, it replaces them one by one, and each finishes its requests first. All options of serve.py work.
+returns. Given again, it replaces them one by one, and each finishes its requests first. A MODEL for
+`pagedkv serve` may come first, in place of the small model, and all its options work.
 """
 
 import argparse
@@ -19,20 +20,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import serve
-from generate import number
 from pagedkv.extras import pip_install
-from server.replica import Replica
+from pagedkv.server.command import number
+from pagedkv.server.serve import listen
+from replica import Replica, parse_server
 
 NAME = "pagedkv"
 LONGEST = 600  # seconds that a replica may take to finish its requests before it ends
 
 
 def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of this command, and the words for serve.py."""
+    """Return the options of this command, and the words for each server."""
     parser = argparse.ArgumentParser(
         description="Serve completions from replicas under Ray Serve.",
-        epilog="All other options are those of serve.py, for each replica.",
+        epilog="A MODEL may come first. All other options are those of pagedkv serve, for each replica.",
     )
     add = parser.add_argument
     add("--min-replicas", type=number(int, 1), default=1, metavar="N", help="replicas to keep when all is quiet")
@@ -46,7 +47,7 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]
         parser.error(
             f"argument --max-replicas: must be at least --min-replicas {args.min_replicas}, got {args.max_replicas}"
         )
-    if serve.parse(words).kv_events_config is not None:
+    if parse_server(words)[0].kv_events_config is not None:
         parser.error("argument --kv-events-config: Ray's router reads texts, not events; leave it out")
     return args, words
 
@@ -56,9 +57,9 @@ def application(args: argparse.Namespace, words: list[str]) -> Any:
     from ray.serve import deployment
     from ray.serve.config import RequestRouterConfig
 
-    from server.ingress import Ingress, PrefixRouter
+    from ingress import Ingress, PrefixRouter
 
-    options = serve.parse(words)
+    options = parse_server(words)[0]
     most = options.max_batch + options.max_waiting
     router = {}
     if args.router == "prefix":
@@ -90,11 +91,11 @@ def application(args: argparse.Namespace, words: list[str]) -> Any:
 
 def main() -> int:
     args, words = parse()
-    options = serve.parse(words)
+    options = parse_server(words)[0]
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray would send statistics home
     try:
         import ray
-        from ray import serve as ray_serve
+        from ray import serve
     except ModuleNotFoundError:
         raise SystemExit(f"replicas need Ray Serve: {pip_install('replicas')}") from None
 
@@ -106,15 +107,15 @@ def main() -> int:
     except ConnectionError as error:
         if "RAY_ADDRESS" in os.environ:
             raise SystemExit(str(error)) from None
-        with serve.listen(options.host, options.port) as listener:  # for a port that is free
+        with listen(options.host, options.port) as listener:  # for a port that is free
             options.port = listener.getsockname()[1]
         context = ray.init("local", runtime_env=files, include_dashboard=False)
         is_ours = True
     if options.port == 0:
         raise SystemExit("--port must be from 1 where Ray runs already: each of its machines listens on it")
-    ray_serve.start(http_options={"host": options.host, "port": options.port})
+    serve.start(http_options={"host": options.host, "port": options.port})
     try:
-        ray_serve.run(application(args, words), name=NAME)
+        serve.run(application(args, words), name=NAME)
     except RuntimeError as error:
         raise SystemExit(f"{error} What replicas printed above says why.") from None
     print(f"http://{options.host}:{options.port}/v1 for clients", flush=True)

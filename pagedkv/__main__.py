@@ -1,4 +1,4 @@
-"""``python -m pagedkv info | trace | kv-bytes | fuzz | bench ...``, also as ``pagedkv``."""
+"""``python -m pagedkv serve | info | trace | kv-bytes | fuzz | bench ...``, also as ``pagedkv``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ COMMANDS = {
     "kv-bytes": ("trace.model", "how many bytes the K and V of a model take"),
     "fuzz": ("testing.fuzzing.command", "whether drawn problems of every operation give what the reference gives"),
 }
+SERVE = ("server.command", "a model of transformers, with OpenAI's protocol")
 
 
 class _Progress:
@@ -63,6 +64,10 @@ def _parser(chosen: str | None, module: Any, missing: str | None) -> argparse.Ar
     parser = argparse.ArgumentParser(prog=name, description="Paged KV cache and paged attention.")
     parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True)
+    serve = commands.add_parser("serve", help=f"serve {SERVE[1]}", description=f"Serves {SERVE[1]}.", epilog=missing)
+    serve.set_defaults(parser=serve)
+    if chosen == "serve" and module:
+        module.add_options(serve)
     for name, (_, text) in COMMANDS.items():
         one = commands.add_parser(name, help=text, description=f"Says {text}.", epilog=missing)
         one.set_defaults(parser=one)
@@ -90,21 +95,14 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words in ([], ["bench"]):
         words.append("--help")
-    if words[:1] == ["serve"]:
-        print(
-            "pagedkv has no server of its own; its source has one to read and run: python examples/serve.py "
-            "(docs/howto/serving.md)",
-            file=sys.stderr,
-        )
-        return 2
     chosen = place = missing = None
     if words[:1] == ["bench"] and (chosen := next((word for word in words if word in BENCHES), None)):
         place = f".bench.{BENCHES[chosen][0]}"
         words.remove(chosen)
         words.insert(1, chosen)  # options may come before it
-    elif words and words[0] in COMMANDS:
+    elif words and words[0] in {"serve", *COMMANDS}:
         chosen = words[0]
-        place = f".{COMMANDS[chosen][0]}"
+        place = f".{(SERVE if chosen == 'serve' else COMMANDS[chosen])[0]}"
     try:
         module = import_module(place, __package__) if place else None
     except BackendUnavailableError as error:
@@ -117,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = options.pop("parser")
     if unknown:  # parse_args would show the usage without the command's own options
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if chosen == "serve" and module:
+        return int(module.run(**options))
     if chosen in BENCHES:
         try:
             get_num_threads()

@@ -64,13 +64,15 @@ def test_other_commands_need_no_extra():
 
 def test_a_missing_extra_is_named_in_one_line():
     others = [["bench", what] for what in BENCHES if what not in ("cpu", "memory")]
-    *of_benches, plot, fuzz = without_extras(*others, ["bench", "decode", "--plot", "here.png"], ["fuzz", "--help"])
+    more = [["bench", "decode", "--plot", "here.png"], ["serve", "folder"], ["fuzz", "--help"]]
+    *of_benches, plot, serve, fuzz = without_extras(*others, *more)
     assert len(of_benches) == len(others)
     for code, out, err in of_benches:
         assert (code, out) == (1, "")
         [line] = err.splitlines()
         assert re.search(r': pip install .*\[(cu13|emulator|transformers)\]"', line)
     assert plot == [1, "", f"plots are drawn by matplotlib, which is not installed: {pip_install('plot')}\n"]
+    assert serve == [1, "", f"the server needs starlette and uvicorn: {pip_install('serve')}\n"]
     code, out, err = fuzz
     assert (code, err) == (0, "")
     said = " ".join(out.split())
@@ -128,11 +130,6 @@ def test_refusals(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_server_is_elsewhere(capsys):
-    assert main(["serve", "--port", "8000"]) == 2
-    assert "python examples/serve.py (docs/howto/serving.md)" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("called", "name"),
     [("/bin/pagedkv", "pagedkv"), ("pagedkv.exe", "pagedkv"), ("pagedkv/__main__.py", "python -m pagedkv")],
@@ -154,7 +151,7 @@ def test_a_wrong_number_of_threads_is_reported_in_one_line(what, monkeypatch, ca
     assert capsys.readouterr() == ("", message)
 
 
-@pytest.mark.parametrize(("words", "listed"), [([], COMMANDS), (["bench"], BENCHES)])
+@pytest.mark.parametrize(("words", "listed"), [([], ["serve", *COMMANDS]), (["bench"], BENCHES)])
 def test_without_arguments_it_lists_the_commands(words, listed, capsys):
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -219,7 +216,7 @@ def test_info_needs_no_extra():
         "models of transformers": pip_install("transformers"),
         "plots": pip_install("plot"),
         "pagedkv.testing": pip_install("testing"),
-        "examples/serve.py": pip_install("serve"),
+        "pagedkv serve": pip_install("serve"),
         "examples/replicas.py": pip_install("replicas"),
         "CuPy and torch arrays, on a GPU": missing["CuPy and torch arrays, on a GPU"],  # depends on the machine
         'backend="emulator"': pip_install("emulator"),

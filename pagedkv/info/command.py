@@ -34,7 +34,7 @@ EXTRAS = {
     "blocks in Redis": ("redis", "redis"),
     "plots": ("matplotlib", "plot"),
     "pagedkv.testing": ("hypothesis", "testing"),
-    "examples/serve.py": ("uvicorn", "serve"),
+    "pagedkv serve": ("uvicorn", "serve", "pagedkv.server"),
     "examples/replicas.py": ("ray", "replicas"),
 }
 _OWN = "set PAGEDKV_CACHE_DIR to a folder of your own"

@@ -16,12 +16,12 @@ from secrets import token_hex
 
 import pytest
 
-from .serving import EXAMPLES, SIZES, ask
+from ..server.serving import EXAMPLES, SIZES, ask
 
 import replicas  # isort: skip
-from server.replica import Replica, beginning  # isort: skip
+from replica import Replica, beginning  # isort: skip
 
-TENANTS = ("engine", "generate", "sampling", "serve", "tokenizer", "train", "transformer", "server/app")
+TENANTS = ("engine", "generate", "sampling", "serve", "tokenizer", "train", "transformer", "replica")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(pagedkv.__path_
 OPTIONAL = {"pagedkv.bench.gpu.triton_decode": "triton", "pagedkv.integrations.kv_events": "zmq"}
 HEAVY = {
     *("numba", "llvmlite", "torch", "cupy", "cuda", "scipy", "matplotlib", "jax", "transformers", "triton"),
-    *("zmq", "msgspec"),
+    *("zmq", "msgspec", "starlette", "uvicorn"),
 }
 
 

@@ -147,7 +147,9 @@ RULES = {
     ),
     "validation knows no backend": Rule(ours("validation"), ours(*BACKENDS, "backends"), ()),
     "the scheduler computes nothing": Rule(ours("scheduling"), ours("operations", "kernels", *BACKENDS), ()),
-    "transformers is for its integration": Rule(ours(*TOP - {"integrations", "bench"}), ("transformers",), ()),
+    "transformers is for its integration, and for what loads models": Rule(
+        ours(*TOP - {"integrations", "bench", "server"}), ("transformers",), ()
+    ),
     "kernels are device code": Rule(ours("kernels"), ours(*TOP - {"kernels"}), ()),
     "the compiler knows kernels, and what keeps them": Rule(
         ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "environment", "errors", "extras")

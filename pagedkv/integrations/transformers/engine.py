@@ -52,7 +52,7 @@ def _one_at_a_time(method: _Method[_P, _R]) -> _Method[_P, _R]:
             raise RuntimeError(
                 f"{method.__name__.strip('_')} was called in the middle of another call of this Engine, by another "
                 "thread or by a callback: let one thread make all calls, and give it the requests of the others in a "
-                "queue, as examples/serve.py does"
+                "queue, as `pagedkv serve` does"
             )
         self._is_busy = True
         try:

@@ -1,15 +1,15 @@
-"""examples/serve.py: refused clients come back when there is room."""
+"""The server: refused clients come back when there is room."""
 
 import heapq
 from contextlib import suppress
 
 import pytest
 
+from pagedkv.server.admission import LONGEST, Admission, Busy
+
 from . import serving  # noqa: F401
 
-from server.admission import LONGEST, Admission, Busy  # isort: skip
-
-MAX_BATCH, MAX_REQUESTS, RETRIES = 32, 160, 2  # serve.py's own, and those of OpenAI's clients
+MAX_BATCH, MAX_REQUESTS, RETRIES = 32, 160, 2  # the server's own, and those of OpenAI's clients
 
 
 def lost(num_clients, seconds, num_tokens, max_tokens):

@@ -1,5 +1,7 @@
 """Requests in OpenAI's JSON: every field has an effect, is harmless, or is refused by name."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches

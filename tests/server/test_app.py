@@ -1,4 +1,4 @@
-"""examples/serve.py: the same texts as one at a time, clear limits, and no lost blocks whatever clients do."""
+"""The server: the same texts as one at a time, clear limits, and no lost blocks whatever clients do."""
 
 import json
 import re
@@ -18,10 +18,10 @@ from pagedkv import PagedKVCache
 from .serving import EXAMPLES, TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
 from sampling import Sampling  # isort: skip
-from server import status  # isort: skip
-from server.small import SmallDecoder, small  # isort: skip
+from pagedkv.server import status
+
+from serve import SmallDecoder, parse, small  # isort: skip
 from tokenizer import END  # isort: skip
-from transformer import WEIGHTS  # isort: skip
 
 POOL = {"num_blocks": 512, "block_size": 16, "prefix_cache": True}
 PROMPT = TOKENIZER.encode((EXAMPLES / "engine.py").read_bytes())
@@ -41,9 +41,14 @@ def requests(count, length, max_tokens):
     ]
 
 
+def engine_of(pool, max_num_seqs):
+    engine, _ = small(parse(["--context", "1024"]), pool, {"max_num_seqs": max_num_seqs, "swap": None})
+    return engine
+
+
 def one_at_a_time(wanted):
     """The texts of an engine without a server or a prefix cache, one request at a time."""
-    engine, _ = small(WEIGHTS, 1024, POOL | {"prefix_cache": False}, max_num_seqs=1)
+    engine = engine_of(POOL | {"prefix_cache": False}, 1)
     texts = []
     for request in wanted:
         sampling = {"top_p": 1.0, "top_k": 0} | {name: request[name] for name in ("seed", "temperature")}
@@ -58,7 +63,7 @@ def one_at_a_time(wanted):
 
 def logits_of(wanted, max_num_seqs):
     """A digest of the logits of each draw, sorted."""
-    engine, _ = small(WEIGHTS, 1024, POOL, max_num_seqs=max_num_seqs)
+    engine = engine_of(POOL, max_num_seqs)
     rows, choose = [], Sampling.choose
 
     def record(sampling, logits, *args):
@@ -361,7 +366,7 @@ def test_a_model_of_transformers(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     prompt = tokenizer("def main(").input_ids
     ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9)[0, len(prompt) :]
-    with serving("--model", str(tmp_path), "--context", "200") as server:
+    with serving("--context", "200", model=[tmp_path]) as server:
         for stream in (False, True):
             said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
             assert said == (tokenizer.decode(ids), "length")
@@ -398,7 +403,7 @@ def test_a_chat_with_a_hybrid_model_finds_its_messages_again(tmp_path):
     make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     messages, cached = [{"role": "user", "content": "x" * 48}], []
-    with serving("--model", str(tmp_path), "--context", "300") as server:
+    with serving("--context", "300", model=[tmp_path]) as server:
         for _ in range(2):
             body = {"messages": messages, "max_tokens": 9, "temperature": 0}
             answer = json.loads(ask(server.port, body, "/v1/chat/completions")[2])
@@ -414,7 +419,7 @@ def test_a_hybrid_model_runs_as_many_requests_as_it_has_states(tmp_path, capsys)
 
     make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with serving("--model", str(tmp_path), "--context", "32", "--num-blocks", "2") as server:
+    with serving("--context", "32", "--num-blocks", "2", model=[tmp_path]) as server:
         assert server.server.admission._max_batch == server.engine.cache.max_seqs == 2
         assert ask(server.port, {"prompt": "x", "max_tokens": 2})[0] == 200
     assert "2 requests run at a time, for which there are states: give more --memory" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Limits on connections: those beyond a number are refused and closed, and so are silent ones."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from .protocol import Refused
 try:
     import resource
 except ModuleNotFoundError:  # Windows, which has no such limit
-    resource = None
+    resource = None  # type: ignore[assignment]
 
 LINGER = 1.0
 SILENCE = 5.0  # seconds within which the head of a request must come
@@ -56,7 +58,7 @@ class Refusal(asyncio.Protocol):
     the answer. If `most` refusals wait already, it closes at once.
     """
 
-    def __init__(self, others: set["Refusal"], most: int, retry_after: int) -> None:
+    def __init__(self, others: set[Refusal], most: int, retry_after: int) -> None:
         self._others, self._most, self._retry_after = others, most, retry_after
 
     def connection_made(self, transport: Any) -> None:
@@ -102,7 +104,7 @@ class Connection(H11Protocol):
         if self.cycle is last:
             self.transport.close()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         self._only_listens = self._is_answering()
         if self._only_listens:
             self._probe()

@@ -1,4 +1,4 @@
-"""examples/serve.py: limits on connections, and which connections are closed."""
+"""The server: limits on connections, and which connections are closed."""
 
 import contextlib
 import http.client
@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from .serving import EXAMPLES, ask, begin, held, serving, wait_until
+from pagedkv.server import connections
+from pagedkv.server.connections import OTHER_FILES, room_for_connections
 
-from server import connections  # isort: skip
-from server.connections import OTHER_FILES, room_for_connections  # isort: skip
+from .serving import EXAMPLES, ask, begin, held, serving, wait_until
 
 
 def ask_refused(port):

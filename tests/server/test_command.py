@@ -1,4 +1,4 @@
-"""The command line of examples/serve.py: Ctrl-C, and errors in one line."""
+"""The command line of the server: Ctrl-C, and errors in one line."""
 
 import os
 import re
@@ -10,12 +10,14 @@ import sys
 import numpy as np
 import pytest
 
+from pagedkv.__main__ import main
 from pagedkv.cpu import threads
+from pagedkv.server.serve import build, names
+from pagedkv.server.visits import Visits
 
-from .serving import EXAMPLES, ask, begin, complete, wait_until
+from .serving import EXAMPLES, ask, begin, built, complete, wait_until
 
 import serve  # isort: skip
-from server.visits import Visits  # isort: skip
 
 PATH = os.pathsep.join([str(EXAMPLES), *sys.path])
 
@@ -34,10 +36,10 @@ def test_from_the_command_line_until_ctrl_c():
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_a_second_ctrl_c_ends_it_in_the_middle_of_a_step():
     code = """
-import sys, threading
-import serve, server.small
-server.small.SmallEngine.step = lambda engine: print("a step", flush=True) or threading.Event().wait()
-serve.main()
+import threading
+import serve
+serve.SmallEngine.step = lambda engine: print("a step", flush=True) or threading.Event().wait()
+serve.serve(serve.parse(), serve.small)
 """
     command = [sys.executable, "-W", "error", "-c", code, "--port", "0"]
     pipes = {
@@ -62,7 +64,7 @@ serve.main()
 
 
 @pytest.mark.parametrize(
-    ("words", "names", "others"),
+    ("words", "own", "others"),
     [
         ([], ["localhost", "127.0.0.1:8000", "[::1]:8000"], ["192.0.2.1", "a.example"]),
         (
@@ -73,10 +75,10 @@ serve.main()
         (["--allowed-host", "*"], ["b.example"], []),
     ],
 )
-def test_the_names_by_which_it_may_be_asked(words, names, others):
+def test_the_names_by_which_it_may_be_asked(words, own, others):
     args = serve.parse(words)
-    visits = Visits(None, serve.names(args))
-    assert all(map(visits._is_named, names))
+    visits = Visits(None, names(args))
+    assert all(map(visits._is_named, own))
     assert not any(
         map(visits._is_named, [*others, "", "localhost.a.example", "x@localhost"] if "*" not in words else others)
     )
@@ -84,39 +86,36 @@ def test_the_names_by_which_it_may_be_asked(words, names, others):
 
 @pytest.mark.parametrize(("memory", "num_blocks"), [("1MiB", 25), ("500000", 12)])
 def test_a_pool_of_so_much_memory(memory, num_blocks):
-    assert serve.build(serve.parse(["--memory", memory])).worker.engine.cache.stats().free == num_blocks
+    assert built("--memory", memory).worker.engine.cache.stats().free == num_blocks
 
 
 def test_host_memory_for_requests_that_give_their_blocks_back():
-    engine = serve.build(serve.parse(["--swap", "1MiB"])).worker.engine
+    engine = built("--swap", "1MiB").worker.engine
     assert engine.scheduler._swapping._swap.cache is engine.cache
     with pytest.raises(SystemExit, match=r"^store must be a number and a unit"):
-        serve.build(serve.parse(["--swap", "1 apple"]))
+        built("--swap", "1 apple")
 
 
 @pytest.mark.parametrize("memory", ["0", "2 apples", "1.5", "nan"])
 def test_an_amount_of_memory_that_cannot_be(memory):
     with pytest.raises(SystemExit, match=r"^memory must be "):
-        serve.build(serve.parse(["--memory", memory]))
+        built("--memory", memory)
 
 
-def test_a_port_that_is_taken_is_reported(monkeypatch):
+@pytest.mark.parametrize(
+    "command", [lambda words: serve.serve(serve.parse(words), None), lambda words: main(["serve", "x", *words])]
+)
+def test_an_address_that_cannot_be_had_is_reported(command):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(sys, "argv", ["serve.py", "--port", str(port)])
         with pytest.raises(SystemExit, match=rf"port {port} of 127\.0\.0\.1 cannot be had \(.*\): try --port 0"):
-            serve.main()
-
-
-def test_a_host_without_an_address_is_reported(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["serve.py", "--host", "no host"])
+            command(["--port", str(port)])
     with pytest.raises(SystemExit, match=r"--host no host is no address of this machine \(.*\): try 127\.0\.0\.1"):
-        serve.main()
+        command(["--host", "no host"])
 
 
 def test_sizes_that_cannot_be(capsys):
     for words, message in [
-        (["--context", "15", "--block-size", "16"], "--context: must be at least the 16 tokens of a block, got 15"),
         (["--num-blocks", str(2**31)], "--num-blocks: "),
         (["--kv-events-config", "zmq"], "--kv-events-config: must be a JSON object, got zmq"),
         (["--kv-events-config", '{"publisher": "nats"}'], 'publisher must be "zmq" or "null", got nats'),
@@ -129,21 +128,22 @@ def test_sizes_that_cannot_be(capsys):
         with pytest.raises(SystemExit, match=r"^2$"):
             serve.parse(words)
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^--context must be at least the 16 tokens of a block, got 15$"):
+        built("--context", "15", "--block-size", "16")
 
 
 def test_a_wrong_number_of_threads_is_reported(monkeypatch):
     monkeypatch.setattr(threads._state, "count", None)
     monkeypatch.setenv("PAGEDKV_NUM_THREADS", "abc")
     with pytest.raises(SystemExit, match=r"^PAGEDKV_NUM_THREADS must be an integer in 1\.\.1024, got 'abc'$"):
-        serve.build(serve.parse([]))
+        built()
 
 
-def test_a_pool_that_has_no_room_is_reported(monkeypatch):
-    monkeypatch.setattr(serve, "small", lambda *args, **options: np.empty(2**62, np.int8))
+def test_a_pool_that_has_no_room_is_reported():
     with pytest.raises(
         SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --memory, --block-size or --context$"
     ):
-        serve.build(serve.parse([]))
+        build(serve.parse([]), lambda *_: np.empty(2**62, np.int8))
 
 
 def test_weights_that_cannot_be_read_are_reported(tmp_path):
@@ -156,25 +156,25 @@ def test_weights_that_cannot_be_read_are_reported(tmp_path):
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(SystemExit, match=rf"^{re.escape(str(path))} {message}"):
-            serve.build(serve.parse(["--weights", str(path)]))
+            built("--weights", str(path))
 
 
 def test_a_block_is_no_longer_than_the_context_of_the_model():
     with pytest.raises(SystemExit, match=r"^a block of 4096 tokens is longer than the context of \d+: change one$"):
-        serve.build(serve.parse(["--block-size", "4096"]))
+        built("--block-size", "4096")
 
 
 def test_a_model_of_transformers_needs_torch(monkeypatch):
-    monkeypatch.delitem(sys.modules, "server.hugging_face", raising=False)
+    monkeypatch.delitem(sys.modules, "pagedkv.server.hugging_face", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SystemExit, match=r"--model needs torch and transformers: pip install .*\[transformers\]"):
-        serve.build(serve.parse(["--model", "somebody/something"]))
+    with pytest.raises(SystemExit, match=r"models need torch and transformers: pip install .*\[transformers\]"):
+        built("somebody/something")
 
 
 @pytest.mark.parametrize("name", ["./nosuch", "no/such/folder"])
 def test_a_model_that_is_neither_a_folder_nor_a_name(name):
-    with pytest.raises(SystemExit, match=rf"^--model must be a folder, or a name such as .*, got {re.escape(name)}$"):
-        serve.build(serve.parse(["--model", name]))
+    with pytest.raises(SystemExit, match=rf"^MODEL must be a folder, or a name such as .*, got {re.escape(name)}$"):
+        built(name)
 
 
 def test_a_request_to_a_hub_is_announced(monkeypatch, capsys):
@@ -185,11 +185,4 @@ def test_a_request_to_a_hub_is_announced(monkeypatch, capsys):
     with pytest.raises(
         SystemExit, match=r"^there is no folder nosuch: asking huggingface\.co for a model of this name"
     ):
-        serve.build(serve.parse(["--model", "nosuch"]))
-
-
-def test_the_small_model_runs_on_one_rank(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["serve.py"])
-    with pytest.raises(SystemExit, match=r"^the small model runs on one rank: give torchrun's ranks a --model of "):
-        serve.main()
+        built("nosuch")

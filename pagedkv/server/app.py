@@ -1,5 +1,7 @@
 """The ASGI application: routes, limits and responses."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import time
@@ -20,8 +22,7 @@ from .answers import Answer, event, usage
 from .protocol import Refused, Wanted, parse, too_long
 from .status import PAGE, metrics, pool
 from .visits import Visit, Visits, refusal
-from .worker import Engine, Job, Worker
-from .writer import Writer
+from .worker import Engine, Job, Worker, Writer
 
 # A body past the limit is read and discarded up to so many times the limit, so that its sender can read the answer.
 PATIENCE = 32
@@ -69,11 +70,13 @@ class Server:
     ) -> None:
         self.worker, self.admission, self.text = worker, admission, text
         self.context, self.max_body = context, max_body
-        self.model = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "pagedkv"}
+        created = int(time.time())
+        self.model: dict[str, Any] = {"id": model, "object": "model", "created": created, "owned_by": "pagedkv"}
         self.names = list(names)
         self.counts: Counter[str] = Counter()
 
     def app(self) -> Starlette:
+        handlers: dict[Any, Any] = {Refused: _refused, Gone: _gone_away, HTTPException: _http_error, Exception: _error}
         return Starlette(
             routes=[
                 Route("/v1/completions", partial(self.complete, chat=False), methods=["POST"]),
@@ -86,7 +89,7 @@ class Server:
                 Route("/", self.page),
             ],
             middleware=[Middleware(Visits, names=self.names)],
-            exception_handlers={Refused: _refused, Gone: _gone_away, HTTPException: _http_error, Exception: _error},
+            exception_handlers=handlers,
             lifespan=self._lifespan,
         )
 

@@ -4,6 +4,8 @@ It gets messages through a queue, and sends results to the event loop once for e
 requests, and so the length of the queue.
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -12,20 +14,77 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from .admission import Busy
-from .writer import Writer
 
 SHUTTING_DOWN = "the server is shutting down"
 
 
+class Stops:
+    """Holds text back as long as it may be the beginning of a stop text."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops, self._held, self.found = stops, "", False
+
+    def push(self, text: str, *, may_stop: bool = True, final: bool = False) -> str:
+        """Add text, and return what can be sent; nothing after the end. ``may_stop=False`` finds no end."""
+        if self.found:
+            return ""
+        num_held, self._held = len(self._held), self._held + text
+        # A stop within held text was not allowed to end the text.
+        found = (self._held.find(stop, max(0, num_held - len(stop) + 1)) for stop in self._stops)
+        if may_stop and (ends := [at for at in found if at >= 0]):
+            out, self._held, self.found = self._held[: min(ends)], "", True
+            return out
+        longest = 0 if final else max((self._length_of_partial(stop) for stop in self._stops), default=0)
+        cut = len(self._held) - longest
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def _length_of_partial(self, stop: str) -> int:
+        """How many characters at the end of the held text are the beginning of `stop`."""
+        return next((n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0)
+
+
+class Writer:
+    """Converts the tokens of a request to text.
+
+    Parameters
+    ----------
+    decoder
+        Has `push(token)` and `finish()`, which return complete text.
+    stops : list of str
+        The text ends before the first of these.
+    min_tokens : int
+        A stop that is complete with so many tokens does not end the text.
+
+    Attributes
+    ----------
+    num_tokens : int
+        Tokens so far.
+    """
+
+    def __init__(self, decoder: Any, stops: list[str], min_tokens: int = 0) -> None:
+        self._decoder, self._stops, self._min_tokens = decoder, Stops(stops), min_tokens
+        self.num_tokens = 0
+
+    def push(self, token: int, reason: str) -> tuple[str, str]:
+        """Add a token; return the text that is certain now, and why it ends. A token that ends the text adds none."""
+        self.num_tokens += 1
+        text = "" if reason == "stop" else self._decoder.push(token)
+        if reason:
+            text += self._decoder.finish()
+        text = self._stops.push(text, may_stop=self.num_tokens > self._min_tokens, final=bool(reason))
+        return text, "stop" if self._stops.found else reason
+
+
 class Engine(Protocol):
-    """The interface of engines: `server.small.SmallEngine` or `pagedkv.integrations.transformers.Engine`."""
+    """The interface of engines: that of `pagedkv.integrations.transformers`, or one of your own."""
 
     cache: Any
     scheduler: Any
 
     def add(self, tokens: list[int], max_tokens: int, **options: Any) -> int: ...
 
-    def abort(self, request: int) -> None: ...
+    def abort(self, request: int) -> bool: ...
 
     def step(self) -> list[Any]: ...
 
@@ -42,8 +101,8 @@ class Job:
         Makes the text, on the worker's thread.
     pieces : asyncio.Queue
         Gets a (text, reason) for each token, or the exception that ended the request.
-    request : int or None
-        The engine's number for it, which only the worker uses.
+    request : int
+        The engine's number for it, which only the worker uses; -1 before it has one.
     num_cached, num_new : int
         Tokens of the prompt that the prefix cache had, and tokens generated.
     """
@@ -53,7 +112,7 @@ class Job:
     options: dict[str, Any]
     writer: Writer
     pieces: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
-    request: int | None = None
+    request: int = -1
     num_cached: int = 0
     num_new: int = 0
 
@@ -225,7 +284,8 @@ class Worker:
             self._post(self._deliver, [(job, failure)])
 
     def _abort(self, job: Job) -> None:
-        if self._jobs.pop(job.request, None):  # otherwise it has ended, or never began
+        if job.request in self._jobs:  # otherwise it has ended, or never began
+            del self._jobs[job.request]
             self.engine.abort(job.request)
 
     def _look(self, message: tuple[Callable[[Engine], Any], asyncio.Future[Any]]) -> None:

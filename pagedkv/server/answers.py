@@ -1,5 +1,7 @@
 """Answers: OpenAI's JSON for results."""
 
+from __future__ import annotations
+
 import json
 import time
 import uuid

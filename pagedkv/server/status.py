@@ -1,5 +1,7 @@
 """The status of the server: metrics for Prometheus, and a page with the pool."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 from .worker import Engine

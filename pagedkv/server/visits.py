@@ -1,5 +1,7 @@
 """Visits: a check of the host name and a line of the log for each request."""
 
+from __future__ import annotations
+
 import json
 import logging
 import re

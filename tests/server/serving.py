@@ -1,4 +1,4 @@
-"""A server of examples/serve.py in this process, and clients of it."""
+"""A server in this process, of the small model of the examples unless another is named, and clients of it."""
 
 import contextlib
 import http.client
@@ -19,18 +19,24 @@ sys.path.append(str(EXAMPLES))
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-import serve  # noqa: E402
+from pagedkv.server.serve import OverHttp, build, publisher  # noqa: E402
+from replica import parse_server  # noqa: E402
 from transformer import load  # noqa: E402
 
 TOKENIZER = load()[1]
 SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
 
 
+def built(*words):
+    """The server of a command line, whose first word may be a MODEL."""
+    return build(*parse_server([*map(str, words)]))
+
+
 @contextlib.contextmanager
-def serving(*words):
+def serving(*words, model=()):
     """Run a server in this process; at the end all sequences must have ended, and the pool must be whole."""
-    args = serve.parse([*SIZES, "--max-batch", "8", *words])
-    with serve.publisher(args) as events, running(args, serve.build(args, events)) as server:
+    args, load = parse_server([*map(str, model), *SIZES, "--max-batch", "8", *words])
+    with publisher(args) as events, running(args, build(args, load, events)) as server:
         server.events = events
         yield server
 
@@ -38,7 +44,7 @@ def serving(*words):
 @contextlib.contextmanager
 def running(args, server):
     engine = server.worker.engine
-    over_http = serve.OverHttp(server, args.max_connections)
+    over_http = OverHttp(server, args.max_connections)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         thread = threading.Thread(target=over_http.run, kwargs={"sockets": [listener]})
         thread.start()

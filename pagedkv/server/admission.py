@@ -1,5 +1,7 @@
 """Admission: limits the number of requests, and tells refused clients when to try again."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import time

@@ -1,7 +1,6 @@
-"""examples/serve.py under torchrun: one process's tokens, and an end with a message when a rank dies or stalls."""
+"""`pagedkv serve` under torchrun: one process's tokens, and an end with a message when a rank dies or stalls."""
 
 import contextlib
-import os
 import re
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 
 from ..integrations.transformers.byte_tokenizer import byte_tokenizer
 from ..integrations.transformers.models import make_model
-from .serving import EXAMPLES, begin, complete, serving, wait_until
+from .serving import begin, complete, serving, wait_until
 
 psutil = pytest.importorskip("psutil", reason="accelerate is not installed, which brings psutil")
 pytestmark = pytest.mark.long  # each imports torch in three processes
@@ -34,10 +33,9 @@ def folder(tmp_path_factory):
 def torchrun(folder, num_ranks=2):
     """Run the server on ranks: its port, the process of torchrun, and those of the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += [str(EXAMPLES / "serve.py"), "--port", "0", "--model", str(folder), "--rank-timeout", str(TIMEOUT)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    command += ["-m", "pagedkv", "serve", str(folder), "--port", "0", "--rank-timeout", str(TIMEOUT)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=env, **pipes) as process:
+    with subprocess.Popen(command, **pipes) as process:
         try:
             port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
             ranks = {}
@@ -56,7 +54,7 @@ def torchrun(folder, num_ranks=2):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rank_0_answers_with_the_tokens_of_one_process(folder, num_ranks):
     asked = [{"max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": stream} for stream in (False, True)]
-    with serving("--model", str(folder)) as alone:
+    with serving(model=[folder]) as alone:
         expected = [complete(alone.port, prompt, **options) for prompt in PROMPTS for options in asked]
     with torchrun(folder, num_ranks) as (port, process, _):
         assert [complete(port, prompt, **options) for prompt in PROMPTS for options in asked] == expected

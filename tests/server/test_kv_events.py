@@ -1,4 +1,4 @@
-"""--kv-events-config of examples/serve.py, which has the fields of vLLM's."""
+"""--kv-events-config of the server, which has the fields of vLLM's."""
 
 import json
 import sys
@@ -6,9 +6,12 @@ from inspect import signature
 
 import pytest
 
+from pagedkv.server.command import KV_EVENTS_KEYS
+from pagedkv.server.serve import publisher
+
 from .serving import complete, serving
 
-import serve  # isort: skip
+from serve import parse  # isort: skip
 
 zmq = pytest.importorskip("zmq")
 msgspec = pytest.importorskip("msgspec")
@@ -39,12 +42,12 @@ def test_a_subscriber_hears_which_tokens_the_server_has_cached():
 
 @pytest.mark.parametrize("config", [{}, ON | {"enable_kv_cache_events": False}, ON | {"publisher": "null"}])
 def test_nothing_is_published_unless_asked_for(config):
-    with serve.publisher(serve.parse(words(config))) as events:
+    with publisher(parse(words(config))) as events:
         assert events is None
 
 
 def test_the_keys_are_those_of_the_publisher():
-    assert serve.KV_EVENTS_KEYS - {"enable_kv_cache_events", "publisher"} == {*signature(KVEventPublisher).parameters}
+    assert KV_EVENTS_KEYS - {"enable_kv_cache_events", "publisher"} == {*signature(KVEventPublisher).parameters}
 
 
 def test_a_configuration_that_cannot_be_is_reported(monkeypatch):
@@ -53,10 +56,10 @@ def test_a_configuration_that_cannot_be_is_reported(monkeypatch):
         ({"hwm": 0}, "hwm must be at least 1, got 0"),
     ]:
         with pytest.raises(SystemExit, match=f"^--kv-events-config: {message}"):
-            serve.publisher(serve.parse(words(ON | wrong)))
+            publisher(parse(words(ON | wrong)))
     with pytest.raises(SystemExit, match=r"^--kv-events-config: only a prefix cache has events: leave"):
-        serve.publisher(serve.parse([*words(ON), "--no-prefix-cache"]))
+        publisher(parse([*words(ON), "--no-prefix-cache"]))
     monkeypatch.delitem(sys.modules, "pagedkv.integrations.kv_events")
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(SystemExit, match=r"^--kv-events-config: KV events need pyzmq and msgspec: pip .*\[kv-events\]"):
-        serve.publisher(serve.parse(words(ON)))
+        publisher(parse(words(ON)))

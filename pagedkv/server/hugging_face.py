@@ -1,6 +1,9 @@
 """A model of transformers: its engine, and its conversion between text and tokens."""
 
+from __future__ import annotations
+
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,9 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
-from pagedkv.integrations.transformers import Engine
-from pagedkv.integrations.transformers.prompts import end_of_messages
-from pagedkv.integrations.transformers.text import TextDecoder
+from ..integrations.transformers import Engine
+from ..integrations.transformers.prompts import end_of_messages
+from ..integrations.transformers.text import TextDecoder
 
 
 class HuggingFaceText:
@@ -60,26 +63,24 @@ def announce(name: str) -> None:
     try:
         is_here = isinstance(try_to_load_from_cache(name, "config.json"), str)
     except ValueError:
-        raise ValueError(f"--model must be a folder, or a name such as Qwen/Qwen3-0.6B, got {name}") from None
+        raise ValueError(f"MODEL must be a folder, or a name such as Qwen/Qwen3-0.6B, got {name}") from None
     if not is_here:
         print(f"there is no folder {name}: asking huggingface.co for a model of this name", file=sys.stderr)
 
 
-def hugging_face(
-    name: str, context: int | None, pool: dict[str, Any], **options: Any
-) -> tuple[Engine, HuggingFaceText]:
+def hugging_face(args: Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[Engine, HuggingFaceText]:
     """Load a model by name or folder, on the GPU if there is one: its engine and its text conversion.
 
     Each rank that torchrun has started loads its part of the model.
     """
-    announce(name)
+    announce(args.model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         sharding = DistributedConfig(tp_plan="auto")
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", distributed_config=sharding)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto", distributed_config=sharding)
     else:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device)
-    if context is not None:
-        options["max_seq_len"] = context // pool["block_size"] * pool["block_size"]
-    engine = Engine(model, **pool, **options)
-    return engine, HuggingFaceText(AutoTokenizer.from_pretrained(name), has_states=bool(engine.cache.states))
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device)
+    if args.context is not None:
+        pool["max_seq_len"] = args.context // args.block_size * args.block_size
+    engine = Engine(model, **pool, **steps)
+    return engine, HuggingFaceText(AutoTokenizer.from_pretrained(args.model), has_states=bool(engine.cache.states))

@@ -17,9 +17,9 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
     PrefixCacheAffinityRouter,
 )
 
-from .protocol import Refused
-from .replica import beginning
-from .visits import refusal
+from pagedkv.server.protocol import Refused
+from pagedkv.server.visits import refusal
+from replica import beginning
 
 # What the server reads of a scope. Ray's has more, which cannot be sent to another process.
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")

@@ -1,14 +1,15 @@
-"""Requests to examples/serve.py, and its conversion of tokens to text."""
+"""Requests to the server, and its conversion of tokens to text."""
 
 import json
 
 import pytest
 
+from pagedkv.server.protocol import Refused, parse
+
 from .serving import TOKENIZER
 
-from server.protocol import Refused, parse  # isort: skip
-from server.small import SmallDecoder  # isort: skip
-from server.writer import Stops, Writer  # isort: skip
+from serve import SmallDecoder  # isort: skip
+from pagedkv.server.worker import Stops, Writer
 
 
 def parsed(chat=False, **fields):

@@ -1,5 +1,6 @@
 """A replica of the server for examples/replicas.py, and the text by which Ray's router finds it; needs no Ray."""
 
+import argparse
 import asyncio
 import json
 import logging
@@ -7,6 +8,9 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 import pagedkv
+import serve
+from pagedkv.server import command
+from pagedkv.server.serve import build
 
 
 class Beginning(NamedTuple):
@@ -35,25 +39,32 @@ def beginning(body: bytes) -> Beginning | None:
     return Beginning(f"{salt}\n{text}" if salt else text) if text else None
 
 
+def parse_server(words: list[str]) -> tuple[argparse.Namespace, Any]:
+    """Read the words for each server: those of `pagedkv serve`, or of examples/serve.py if they begin with no MODEL."""
+    if not words or words[0].startswith("-"):
+        return serve.parse(words), serve.small
+    parser = argparse.ArgumentParser()
+    command.add_options(parser)
+    return parser.parse_args(words), command.load
+
+
 class Replica:
     """A server in a process of its own.
 
     Parameters
     ----------
     words : list of str
-        The command line of examples/serve.py.
+        The options of the server.
     num_threads : int
         Threads of the CPU backend.
     """
 
     async def __init__(self, words: list[str], num_threads: int) -> None:
-        from serve import build, parse
-
         logging.basicConfig(format="%(asctime)s %(message)s")
         logging.getLogger("pagedkv").setLevel(logging.INFO)
         pagedkv.set_num_threads(num_threads)
         try:
-            server = await asyncio.to_thread(build, parse(words))
+            server = await asyncio.to_thread(build, *parse_server(words))
         except SystemExit as error:  # would end the process, without a word of the reason
             raise RuntimeError(str(error)) from None
         await asyncio.to_thread(warm_up, server.worker.engine)

@@ -1,4 +1,4 @@
-"""examples/serve.py when something fails: waiting clients get an error, and the server goes on or ends."""
+"""The server when something fails: waiting clients get an error, and the server goes on or ends."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import pytest
 
 from .serving import TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
-from server.small import SmallDecoder, SmallText  # isort: skip
+from serve import SmallDecoder, SmallText  # isort: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_field_whose_name_utf_8_has_no_bytes_for_is_refused_by_it(shared):
 
 
 def test_tokens_that_cannot_be_drawn_fail_the_step_alone(shared, monkeypatch):
-    monkeypatch.setattr("server.small.Sampling.choose", failing)
+    monkeypatch.setattr("serve.Sampling.choose", failing)
     assert ask(shared.port, {"prompt": "x"})[0] == 500
     monkeypatch.undo()
     assert complete(shared.port, "x", max_tokens=1)[1] == "length"
@@ -161,8 +161,8 @@ def test_errors_are_json(shared, method, path, host, status, message):
 
 
 def test_an_error_of_the_server_is_json_as_well(shared, monkeypatch, caplog):
-    monkeypatch.setattr("server.app.metrics", lambda *args: b"no text")
-    monkeypatch.setattr("server.app.PlainTextResponse", failing)
+    monkeypatch.setattr("pagedkv.server.app.metrics", lambda *args: b"no text")
+    monkeypatch.setattr("pagedkv.server.app.PlainTextResponse", failing)
     status, headers, body = ask(shared.port, None, "/metrics", "GET")
     assert (status, headers.get_content_type()) == (500, "application/json")
     assert json.loads(body)["error"]["message"] == "the server failed: KeyError"
