@@ -194,6 +194,17 @@ def memory() -> str:
     return table(header, list(lines.values())) + f"\n{taken('memory')}.\n"
 
 
+def managers() -> str:
+    """The memory manager beside those of vLLM and nano-vLLM, in microseconds."""
+    lines = []
+    for row in latest("managers")[1]:
+        us = [row[f"{who} us"] for who in ("vLLM", "nano-vLLM", "pagedkv")]
+        times = [other and other / us[-1] for other in us[:-1]]
+        lines.append([row["manager"], *("-" if us is None else f"{us:.0f}" for us in us)])
+        lines[-1] += ["-" if it is None else f"{it:.2g}" for it in times]
+    return table(["", "vLLM 0.32.0", "nano-vLLM", "pagedkv", "vLLM / pagedkv", "nano-vLLM / pagedkv"], lines)
+
+
 def targets() -> str:
     """What the CUDA kernels are to reach, and the worst variant of each count."""
     lines = []
@@ -241,6 +252,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calls": calls,
     "transformers": transformers,
     "memory": memory,
+    "managers": managers,
     "static": static,
     "targets": targets,
 }

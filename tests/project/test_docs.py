@@ -58,7 +58,8 @@ def test_readme_has_two_set_up_commands():
     assert "test" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-DRAWN = ["draw_kernels", "draw_split", "draw_prefill", "draw_performance", "draw_gpu", "draw_trace", "record_pool"]
+KERNELS = ["draw_kernels", "draw_split", "draw_prefill"]
+DRAWN = [*KERNELS, "draw_performance", "draw_gpu", "draw_readme", "draw_trace", "record_pool"]
 
 
 @pytest.mark.parametrize("module", DRAWN)
@@ -142,13 +143,14 @@ def test_links(path):
         assert not anchor or anchor in anchors(target), link
 
 
-def test_readme_can_be_read_elsewhere():
-    """A package index shows it without the files beside it: it names them in words."""
-    text = FENCE.sub("", (ROOT / "README.md").read_text())
-    assert [link for link in LINK.findall(text) if not link.startswith("https://")] == []
-    named = re.findall(r"`((?:docs|examples)/[^`]*|[A-Z]+\.md|LICENSE)`", text)
-    assert {"docs/memory.md", "CONTRIBUTING.md", "LICENSE"} <= set(named)
-    assert [file for file in named if not (ROOT / file).exists()] == []
+def test_readme_says_what_was_measured(monkeypatch):
+    """Its figures are those of docs/figures, and its first screen has the chart of them."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
+    drawn, text = importlib.import_module("draw_readme"), " ".join((ROOT / "README.md").read_text().split())
+    assert [words for words in drawn.figures() if words not in text] == []
+    before, _, _ = text.partition("```")
+    assert "](docs/images/readme.svg)" in before
+    assert before.count("* **") == 4
 
 
 def test_readme_has_every_extra():
