@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pagedkv.stores.redis import RedisStore
 
+from ..project.pages import ROOT, blocks
 from ..support.strategies import long
 from . import redis_server
 from .caches import blocks_of, make_cache, text
@@ -42,6 +43,14 @@ def test_prefixes_find_each_other_over_a_server(server):
     store = RedisStore(server.url, 100 * size, prefix="prefixes", timeout=10)
     stored(store)
     assert loaded(make_cache(block_size=4), store)[0] == NUM_TOKENS // 8 * 8
+
+
+def test_the_example_of_the_docs(server, capsys):
+    page, address = ROOT / "docs" / "howto" / "stores.md", "redis://localhost:6379/0"
+    define, [example] = blocks(page, "python")[0], blocks(page, "py")
+    assert example.count(address) == 1
+    exec(f"{define}tokens = list(range(300))\n{example.replace(address, server.url)}", {})
+    assert capsys.readouterr().out == "300\n44\n"
 
 
 def test_a_server_that_does_not_answer_is_an_error_in_time():
