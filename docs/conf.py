@@ -9,7 +9,7 @@ author = "The pagedkv authors"
 copyright = "2026, The pagedkv authors"
 release = version = version_of("pagedkv")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -21,6 +21,9 @@ html_theme_options = {"dark_css_variables": {"drawing-filter": "invert(.93) hue-
 pygments_dark_style = "github-dark"
 # A literalinclude up to the next function would end with empty lines.
 highlight_options = {"python": {"stripnl": True}}
+
+# What a button copies can be pasted: no prompts, and not what they print.
+copybutton_exclude = ".linenos, .gp, .go"
 
 myst_heading_anchors = 3
 

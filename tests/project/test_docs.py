@@ -185,7 +185,7 @@ def test_contributing_names_files_that_are_there():
 def test_every_page_is_in_a_contents_list():
     docs = ROOT / "docs"
     listed = {
-        (index.parent.relative_to(docs) / entry).as_posix()
+        (index.parent.relative_to(docs) / re.sub(r".*<(.*)>", r"\1", entry)).as_posix()
         for index in docs.rglob("index.md")
         for contents in blocks(index, "{toctree}")
         for entry in contents.splitlines()
@@ -211,6 +211,11 @@ def tab():
         yield page
 
 
+# Press the button of the first doctest, and keep what goes to the clipboard.
+COPY = """var copied; document.execCommand = () => { copied = String(document.activeElement.value); return true; };
+document.querySelector(".highlight-python:has(.gp) button.copybtn").click()"""
+
+
 def test_build(tmp_path, tab, monkeypatch, capsys):
     """Sphinx builds every page without a warning, and without the network; in a browser each fits a phone.
 
@@ -228,6 +233,9 @@ def test_build(tmp_path, tab, monkeypatch, capsys):
     assert [found for file in pages for found in elsewhere.findall(file.read_text(encoding="utf-8"))] == []
     if tab is not None:
         assert [fault for file in pages for fault in faults(tab, file)] == []
+        tab.open((tmp_path / "html" / "index.html").as_uri())
+        tab.run(COPY)
+        assert tab.run("copied").replace("\r", "").startswith("def softmax(x):\n    weights = ")
     page = (tmp_path / "html" / "api.html").read_text()
     for public in pagedkv.__all__:
         assert f'id="pagedkv.{public}"' in page
