@@ -7,6 +7,8 @@ from importlib import import_module
 
 import pytest
 
+from ..project.pages import ROOT
+
 MISSING = {
     "flash_attn": ("flash_attn_func", "it has flash_attn_varlen_func, flash_attn_with_kvcache; flash_attn_varlen_func"),
     "flashinfer": ("single_decode_with_kv_cache", "it has BatchDecodeWithPagedKVCacheWrapper, "),
@@ -27,6 +29,17 @@ def test_a_missing_name_says_what_there_is(module):
     assert not hasattr(there, name)
     with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'pagedkv.compat.{module}'"):
         exec(f"from pagedkv.compat.{module} import {name}")
+
+
+@pytest.mark.parametrize("module", MISSING)
+def test_the_page_says_what_there_is(module):
+    page = (ROOT / "docs" / "howto" / "coming-from.md").read_text()
+    [row] = re.findall(rf"^\|[^|\n]*`{module}`[^|\n]* \| (`[^|\n]*) \| [^|\n]* \|$", page, re.MULTILINE)
+    names, there = set(re.findall(r"`(\w+)`", row)), import_module(f"pagedkv.compat.{module}")
+    with pytest.raises(AttributeError) as error:
+        _ = there.nothing
+    said = re.search(r": it has ([\w, ]*);", str(error.value))[1]
+    assert names == {*said.split(", ")} - {"require_torch"}
 
 
 @pytest.mark.parametrize("module", MISSING)

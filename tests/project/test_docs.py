@@ -1,6 +1,7 @@
 """The README and the docs: links lead somewhere, what is drawn and quoted is so, the pages build."""
 
 import importlib
+import json
 import re
 import tomllib
 import warnings
@@ -211,6 +212,8 @@ def tab():
         yield page
 
 
+SOUGHT = "quickstart benchmark docker gguf llama cpp sglang json tool call lora a100"
+
 # Press the button of the first doctest, and keep what goes to the clipboard.
 COPY = """var copied; document.execCommand = () => { copied = String(document.activeElement.value); return true; };
 document.querySelector(".highlight-python:has(.gp) button.copybtn").click()"""
@@ -246,6 +249,10 @@ def test_build(tmp_path, tab, monkeypatch, capsys):
     # Names in single backticks and the drawing of the memory manager.
     assert 'href="#pagedkv.PagedKVCache.reset"' in page
     assert "fork.svg" in (tmp_path / "html" / "memory.html").read_text()
+    # The search finds what guests look for, also where the answer is that it is not there.
+    index = (tmp_path / "html" / "searchindex.js").read_text(encoding="utf-8")
+    found = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))["terms"]
+    assert SOUGHT.split() == [word for word in SOUGHT.split() if word in found]
     # The interactive page finds its scripts.
     interactive = tmp_path / "html" / "explanation" / "step_by_step.html"
     scripts = re.findall(r'<script defer src="([^"?]*step_by_step/\w+\.js)"', interactive.read_text())

@@ -102,7 +102,7 @@ class SplitConfig:
     def staged(self) -> bool:
         """Whether warps have query heads of their own, and share rows in shared memory (tensor_cores/stages.py).
 
-        Shared memory has room for rows of 256 dims beside q of 16 bits, and of 128 beside the terms of a float32 q.
+        Rows fit in shared memory up to 256 dims if q has 16 bits, and up to 128 if q is float32, whose terms take more.
         """
         most_dims = MOST_DIMS_OF_WARP if self.q_bytes == 2 else MOST_DIMS_OF_WARP // 2
         return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims

@@ -156,7 +156,7 @@ def _keys(digests: Digests) -> Int64Array:
 
 
 def _distinct_slots(slots: memoryview, places: Int64Array) -> Int64Array:
-    """Make places different: of equal ones the first stays, and the others move on to empty slots."""
+    """Make places different: keep the first of equal ones, and move the others to empty slots."""
     order = places.argsort(kind="stable")
     ordered = places.take(order)
     again = order[1:][ordered[1:] == ordered[:-1]].tolist()
