@@ -117,14 +117,14 @@ class SmallEngine:
             sampled = {*step.sampled.tolist()}
             rows = zip(step.requests.tolist(), logits, strict=True)
             made = [one for request, row in rows if (one := self._draw(request, row, request in sampled))]
+            for one in made:
+                if one.reason == "error":
+                    self.scheduler.abort(one.request)  # before the update, after which others could find its blocks
+            tokens = [max(0, one.token) for one in made if one.request in sampled]
+            full = {request for request, _, _ in self.scheduler.update(step, tokens)}
         except BaseException:
             self.scheduler.drop()
             raise
-        for one in made:
-            if one.reason == "error":
-                self.scheduler.abort(one.request)  # before the update, after which others could find its blocks
-        tokens = [max(0, one.token) for one in made if one.request in sampled]
-        full = {request for request, _, _ in self.scheduler.update(step, tokens)}
         for i, one in enumerate(made):
             if one.reason == "stop" and one.request not in full:
                 self.scheduler.abort(one.request)

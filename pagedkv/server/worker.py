@@ -260,7 +260,8 @@ class Worker:
                 self.engine.abort(request)
             self._jobs.clear()
         else:
-            pieces = [self._piece(sampled) for sampled in made]
+            # A step that failed after it had chosen tokens returns them now, though their requests were ended.
+            pieces = [self._piece(sampled) for sampled in made if sampled.request in self._jobs]
         self._post(self._deliver, pieces)
 
     def _piece(self, sampled: Any) -> tuple[Job, Any]:

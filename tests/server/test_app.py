@@ -370,6 +370,9 @@ def test_a_model_of_transformers(tmp_path):
         for stream in (False, True):
             said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
             assert said == (tokenizer.decode(ids), "length")
+        with mock.patch.object(server.engine.scheduler, "update", side_effect=MemoryError):  # behind the last token
+            assert ask(server.port, {"prompt": "def main(", "max_tokens": 1})[0] == 500
+        assert complete(server.port, "def main(", max_tokens=9, temperature=0) == said
         content = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
         chat = [{"role": "developer", "content": "hi"}]
         calls = {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}

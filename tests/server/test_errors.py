@@ -52,6 +52,13 @@ def test_tokens_that_cannot_be_drawn_fail_the_step_alone(shared, monkeypatch):
     assert complete(shared.port, "x", max_tokens=1)[1] == "length"
 
 
+def test_an_update_that_fails_fails_the_step_alone(shared, monkeypatch):
+    monkeypatch.setattr(shared.engine.scheduler, "update", failing)
+    assert ask(shared.port, {"prompt": "x"})[0] == 500
+    monkeypatch.undo()
+    assert complete(shared.port, "x", max_tokens=1)[1] == "length"
+
+
 def poison(shared, monkeypatch, marked):
     """Make the logits NaN of each row whose token a function marks."""
     forward = shared.engine.model.forward
