@@ -316,6 +316,7 @@ class PagedKVCache(Sequences):
         chunk: int | None = None,
         preempted: bool = False,
         last: list[int] | None = None,
+        find: bool = True,
     ) -> Added:
         """Start a sequence with the tokens that the prefix cache finds, so that `append` can add the others in chunks.
 
@@ -333,6 +334,8 @@ class PagedKVCache(Sequences):
             Whether a preempted request starts again: `stats` counts its tokens separately.
         last : list of one int, or None
             Gets the handle as the sequence starts, since an interrupt may come before this returns.
+        find : bool
+            False to start with no tokens whatever the prefix cache has; others will find those of this sequence.
 
         Returns
         -------
@@ -342,7 +345,8 @@ class PagedKVCache(Sequences):
         It raises what `add` raises.
         """
         chunk = None if chunk is None else as_int("chunk", chunk, minimum=1)
-        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), chunk, last, preempted=preempted)
+        how = {"preempted": preempted, "find_any": find}
+        return self._start(known_prompt(tokens, salt), as_int("reserve", reserve), chunk, last, **how)
 
     @between_graphs
     @exclusive
@@ -775,10 +779,11 @@ class PagedKVCache(Sequences):
         last: list[int] | None = None,
         *,
         preempted: bool = False,
+        find_any: bool = True,
     ) -> Added:
         """Start a sequence with a prompt, or, if `reserve` is given, with what is found of it; see `add_found`."""
         rows = self._rows
-        how: dict[str, Any] = {"reserve": reserve, "chunk": chunk, "preempted": preempted}
+        how: dict[str, Any] = {"reserve": reserve, "chunk": chunk, "preempted": preempted, "find_any": find_any}
         plan = rows.plan_copying(self._layer_caches.read, starts.plan_add, rows, prompt, **how)
         added = Added(plan.seq, plan.num_cached)
         if last is not None:

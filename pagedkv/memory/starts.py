@@ -41,17 +41,19 @@ def plan_add(
     chunk: int | None = None,
     *,
     preempted: bool = False,
+    find_any: bool = True,
 ) -> StartPlan:
     """Start a sequence.
 
     With `reserve` it starts with the found tokens alone, if there is room for all, appended in chunks, and that many
-    blocks to spare. A `preempted` request mostly finds its own tokens, so they are counted separately.
+    blocks to spare. A `preempted` request mostly finds its own tokens, so they are counted separately. Without
+    `find_any` it finds none.
     """
     num_tokens, chains = prompt.num_tokens, rows.chains
     if num_tokens > rows.max_len:
         raise ValueError(f"num_tokens must be at most max_blocks * block_size = {rows.max_len}, got {num_tokens}")
     [row], [seq], writes = rows.handles.plan_issue(1)
-    hit = find(rows, prompt)
+    hit = find(rows, prompt) if find_any else NO_HIT
     if reserve is not None:
         rows.pool._require(_num_taken(rows, num_tokens, hit, chunk) + reserve, rows.pool.num_free)
         num_tokens = hit.num_tokens

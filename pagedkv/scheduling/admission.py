@@ -105,7 +105,13 @@ class Admission:
             try:
                 preempted = request.num_cached is not None
                 seq, num_cached = self._cache.add_found(
-                    request.tokens, request.salt, reserve=reserve, chunk=budget, preempted=preempted, last=self._last
+                    request.tokens,
+                    request.salt,
+                    reserve=reserve,
+                    chunk=budget,
+                    preempted=preempted,
+                    last=self._last,
+                    find=request.finds,
                 )
             except CapacityError as error:
                 if len(running):
@@ -155,7 +161,7 @@ class Admission:
         """
         running, size = self._running, self._cache.block_size
         num_tokens = len(request.tokens) - 1  # the last one is computed in any case
-        if not self._cache.prefix_cache or num_tokens < size:
+        if not self._cache.prefix_cache or not request.finds or num_tokens < size:
             return False
         lanes = running.lanes[running.num_uncomputed > 1]
         lanes = lanes[(running.roots[lanes] == first_half(request.root)) & (running.lens[lanes] >= size)]

@@ -31,6 +31,8 @@ class Request:
         The root digest of its salt.
     resumable : bool
         Whether it stays when its turn ends.
+    finds : bool
+        Whether it starts with what the prefix cache finds.
     num_cached : int or None
         How many of its tokens the prefix cache had when this turn started; None before that.
     lane : int
@@ -50,6 +52,7 @@ class Request:
     salt: str | bytes | None
     root: bytes
     resumable: bool
+    finds: bool = True
     num_cached: int | None = None
     lane: int = NOT_RUNNING
     snapshot_at: tuple[int, ...] = ()

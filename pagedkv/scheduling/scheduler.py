@@ -208,6 +208,7 @@ class Scheduler:
         priority: int = 0,
         salt: str | bytes | None = None,
         resumable: bool = False,
+        find: bool = True,
         snapshot_at: Any = (),
     ) -> int:
         """Add a request, which waits until there is room for it.
@@ -224,6 +225,9 @@ class Scheduler:
             As in `PagedKVCache.add`.
         resumable : bool
             Whether the request stays when its turn ends, until `extend` or `abort`.
+        find : bool
+            False to compute all its tokens, of whose logits you want each, whatever the prefix cache has; other
+            requests find them as ever.
         snapshot_at : sequence of int
             Lengths, at most num_tokens, from which later prompts may go on, such as where the messages of a chat end.
             A cache with states keeps a snapshot at each, rounded down to whole blocks; others need none.
@@ -251,7 +255,7 @@ class Scheduler:
         request = Request(
             number, ids, len(ids), len(ids) + max_tokens, priority, self._key(priority), salt, root, bool(resumable)
         )
-        request.snapshot_at = stops
+        request.snapshot_at, request.finds = stops, bool(find)
         self._num_added += 1
         self._requests[number] = request
         self._waiting.push(request)

@@ -5,8 +5,10 @@ from .mutant import Mutant
 CACHE = "tests/integrations/transformers/test_cache.py::"
 ENGINE = "tests/integrations/transformers/test_engine.py::"
 HYBRIDS = "tests/integrations/transformers/test_hybrids.py::"
+LOGPROBS = "tests/integrations/transformers/test_logprobs.py::"
 RANKS = "tests/integrations/transformers/test_ranks.py::"
 MACHINE = "tests/scheduling/test_machine.py::TestPlainMachine"
+FINDS_NOTHING = "test_a_request_that_finds_nothing_computes_all_beside_the_others_and_they_find_it"
 PREEMPTED = "tests/scheduling/test_scheduler.py::test_the_first_request_is_never_preempted_and_no_other_one_is_lost"
 SWAPPING = "tests/scheduling/test_swapping.py::"
 
@@ -79,9 +81,33 @@ MUTANTS = [
     ),
     Mutant(
         "engine: tokens with logits that are not finite enter the prefix cache",
-        "step.batch.query_starts[1:].long() - 1",
-        "step.logits_indices",
+        "kept, first = stops - 1,",
+        "kept, first = step.logits_indices,",
         "tests/integrations/transformers/test_engine_errors.py::test_keys_that_are_not_finite_are_never_found",
+    ),
+    Mutant(
+        "scheduler: a request that must compute all of its prompt waits for what it will not take",
+        "self._cache.prefix_cache or not request.finds or",
+        "self._cache.prefix_cache or",
+        "tests/scheduling/test_scheduler.py::" + FINDS_NOTHING,
+    ),
+    Mutant(
+        "scheduler: a request that must compute all of its prompt takes what is found",
+        "find(rows, prompt) if find_any else NO_HIT",
+        "find(rows, prompt)",
+        "tests/scheduling/test_scheduler.py::" + FINDS_NOTHING,
+    ),
+    Mutant(
+        "engine: log-probabilities of a prompt are those of the token before",
+        "at = len(request.prompt_logprobs) + 1",
+        "at = len(request.prompt_logprobs)",
+        LOGPROBS + "test_they_are_those_of_the_model[in chunks]",
+    ),
+    Mutant(
+        "engine: log-probabilities of a token are those behind penalties",
+        "rows = logits[[last[number] for number in wanted]]",
+        "rows = logits[[last[number] for number in wanted]] / 2",
+        LOGPROBS + "test_they_are_those_of_the_model[together]",
     ),
     Mutant(
         "engine: a text goes on after its end token",

@@ -92,6 +92,21 @@ def test_another_salt_waits_for_nobody():
     assert counts(scheduler.schedule()) == {0: 32, 1: 32, 2: 32}
 
 
+def test_a_request_that_finds_nothing_computes_all_beside_the_others_and_they_find_it():
+    cache = make_cache()
+    scheduler = scheduler_of(cache)
+    scheduler.add(SYSTEM, 1)
+    scheduler.add(SYSTEM, 1, find=False)
+    assert plans(scheduler, cache) == [{0: 32, 1: 32}]
+    cache.reset()
+    scheduler.add(SYSTEM, 1, find=False)
+    scheduler.add([*SYSTEM, 7], 1)
+    assert plans(scheduler, cache) == [{2: 32}, {3: 1}]
+    scheduler.add(SYSTEM, 1, find=False)
+    assert plans(scheduler, cache) == [{4: 32}]
+    cache.check()
+
+
 def test_priorities_starve_nobody():
     """In each step an urgent request is added, and each takes three steps: most never start."""
     cache = make_cache(8)

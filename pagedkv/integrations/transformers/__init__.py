@@ -10,6 +10,7 @@ require_transformers()
 from .attention import NAME, CachedPass, ForwardPass, paged_attention  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .engine import Engine  # noqa: E402
+from .options import RequestOptions  # noqa: E402
 from .use import set_attention, use_pagedkv  # noqa: E402
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Engine",
     "ForwardPass",
     "PagedCache",
+    "RequestOptions",
     "paged_attention",
     "set_attention",
     "use_pagedkv",

@@ -27,6 +27,7 @@ from .models import (
     require_supported,
     uncompiled,
 )
+from .options import require_known
 from .running import LayerTurns
 
 if TYPE_CHECKING:
@@ -41,11 +42,8 @@ _FROM_MASK = (
 def require_options(kind: type, options: Collection[str]) -> None:
     """Raise TypeError for options that PagedKVCache does not take, or that the class sets itself."""
     of_cache = signature(PagedKVCache).parameters.keys() - {"num_layers", "num_kv_heads", "head_dim", "states"}
-    if unknown := [name for name in options if name not in of_cache]:
-        own = [name for name, x in signature(kind).parameters.items() if x.kind != Parameter.VAR_KEYWORD]
-        raise TypeError(
-            f"{kind.__name__} has no option {unknown[0]}, only {', '.join([*own, *sorted(of_cache - {*own})])}"
-        )
+    own = [name for name, x in signature(kind).parameters.items() if x.kind != Parameter.VAR_KEYWORD]
+    require_known(kind.__name__, options, [*own, *sorted(of_cache - {*own})])
 
 
 def make_kv_cache(model: PreTrainedModel, num_blocks: int | None, block_size: int, **options: Any) -> PagedKVCache:

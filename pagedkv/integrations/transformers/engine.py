@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...commit import commit
 from ...errors import BackendUnavailableError
-from ...memory.arguments import MAX_INT32, as_int, as_ints
+from ...memory.arguments import MAX_INT32, as_int
 from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
@@ -26,10 +26,10 @@ from .models import (
     text_config,
     uncompiled,
 )
-from .prompts import Prompt, end_of_messages, prompt_ids, require_tokenizer, stop_texts, tokenizer_of
+from .options import RequestOptions
+from .prompts import Prompt, end_of_messages, prompt_ids, require_tokenizer, tokenizer_of
 from .request import EngineRequest
-from .results import Sampled, last_logits, plan_results
-from .sampling import Sampling
+from .results import Sampled, last_logits, plan_results, rows_with_logits
 from .stream import Stream
 from .text import TextDecoder
 from .use import use_pagedkv
@@ -71,8 +71,8 @@ class Engine:
     A :class:`~pagedkv.Scheduler` over a :class:`~pagedkv.PagedKVCache` plans the steps: requests share the blocks of
     common prefixes, long prompts are computed in chunks beside the tokens of others, and when the pool is full the last
     requests wait. All tokens of a step go through the model in one row without padding, and only the last token of
-    each request gets logits. A model whose layers have states takes a pass for each number of tokens instead, with a
-    row for each request.
+    each request gets logits, unless `prompt_logprobs` asks for more. A model whose layers have states takes a pass for
+    each number of tokens instead, with a row for each request.
 
     One thread at a time may call it. After an error of the model its step has changed nothing: repeat it, with the same
     draws, or abort requests. After an interrupt (Ctrl-C), or an error of a listener to the cache's events, the next
@@ -205,25 +205,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({type(self._model).__name__}, {self.scheduler!r})"
 
-    def add(
-        self,
-        prompt: Prompt,
-        max_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        seed: int | None = None,
-        min_tokens: int = 0,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        priority: int = 0,
-        salt: str | bytes | None = None,
-        snapshot_at: Sequence[int] | None = None,
-    ) -> int:
+    def add(self, prompt: Prompt, max_tokens: int, **options: Any) -> int:
         """Add a request, which waits until there is room for it.
 
         Parameters
@@ -233,21 +215,8 @@ class Engine:
             array, a tensor, or what a tokenizer returns. Texts and messages need the engine's tokenizer.
         max_tokens : int
             The most tokens to generate.
-        temperature, top_k, top_p, min_p, repetition_penalty, seed
-            Sampling options as in vLLM; by default the most probable token is taken. A seed makes draws repeatable.
-        min_tokens : int
-            Before so many tokens only max_tokens ends the text.
-        stop : str, sequence of str, or None
-            The text ends before the first of these texts; needs the engine's tokenizer.
-        stop_token_ids : sequence of int or None
-            More tokens that end the text, besides `eos_token_id`.
-        ignore_eos : bool
-            Whether the text goes on after `eos_token_id`.
-        priority, salt
-            As in :meth:`~pagedkv.Scheduler.add`.
-        snapshot_at : sequence of int or None
-            Of a model whose layers have states: lengths of the prompt from which later ones may go on, as in
-            :meth:`~pagedkv.Scheduler.add`. By default where messages end, before what makes the model answer.
+        **options
+            Those of `RequestOptions`: temperature, stop, logprobs, ...
 
         Returns
         -------
@@ -261,38 +230,40 @@ class Engine:
         RuntimeError
             Called in the middle of another call.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        ends = set() if ignore_eos else self._ends
-        ends = ends | set(as_ints("stop_token_ids", [] if stop_token_ids is None else stop_token_ids).tolist())
-        texts = stop_texts(stop)
-        decoder = TextDecoder(tokenizer_of(self._tokenizer), texts) if texts else None
-        ids: Any = ids_of(prompt_ids(prompt, self._tokenizer))
-        max_tokens = as_int("max_tokens", max_tokens, minimum=1)
-        min_tokens = as_int("min_tokens", min_tokens, maximum=max_tokens)
-        request = EngineRequest(ids, max_tokens, min_tokens, sampling, sorted(ends), texts, decoder)
+        asked = RequestOptions.of(max_tokens, options)
+        ids = ids_of(prompt_ids(prompt, self._tokenizer))
+        if asked.snapshot_at is None:
+            asked.snapshot_at = end_of_messages(prompt, self._tokenizer, ids) if self.cache.states else ()
+        ends = {*(() if asked.ignore_eos else self._ends), *asked.stop_token_ids}
+        request = EngineRequest(ids, asked, sorted(ends), self._decoder_of(asked))
         request.require_tokens(self._vocab_size, type(self._model).__name__)
-        if snapshot_at is None:
-            snapshot_at = end_of_messages(prompt, self._tokenizer, ids) if self.cache.states else ()
-        number = self._add(request, priority, salt, snapshot_at)
+        number = self._add(request)
         # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
         self._is_interrupted = False
         return number
 
+    def _decoder_of(self, options: RequestOptions) -> TextDecoder | None:
+        return TextDecoder(tokenizer_of(self._tokenizer), options.stop) if options.stop else None
+
     @_one_at_a_time
-    def _add(
-        self, request: EngineRequest, priority: int, salt: str | bytes | None, snapshot_at: Sequence[int] = ()
-    ) -> int:
+    def _add(self, request: EngineRequest) -> int:
         self._is_interrupted = True
+        asked = request.options
         try:
-            ids: Any = request.prompt
-            options: dict[str, Any] = {"priority": priority, "salt": salt, "snapshot_at": snapshot_at}
-            number = self.scheduler.add(ids, request.max_tokens, **options)
+            number = self.scheduler.add(
+                request.prompt,
+                asked.max_tokens,
+                priority=asked.priority,
+                salt=asked.salt,
+                find=asked.prompt_logprobs is None,
+                snapshot_at=asked.snapshot_at,
+            )
         except Exception:
             self._is_interrupted = False  # refused
             raise
         if self._ranks is not None:
-            self._ranks.calls.append(("add", number, request.told, priority, salt))
+            self._ranks.calls.append(("add", number, *request.told))
         return number
 
     @_one_at_a_time
@@ -374,11 +345,10 @@ class Engine:
             self._results.clear()
         self._is_interrupted = True  # closed
 
-    def _add_as_told(self, number: int, told: tuple[Any, ...], priority: int, salt: str | bytes | None) -> None:
+    def _add_as_told(self, number: int, *told: Any) -> None:
         request = EngineRequest.heard(*told)
-        if request.stop:
-            request.decoder = TextDecoder(tokenizer_of(self._tokenizer), request.stop)
-        added = self._add(request, priority, salt)
+        request.decoder = self._decoder_of(request.options)
+        added = self._add(request)
         if added != number:
             raise RuntimeError(f"request {number} of rank 0 is {added} here: follow() from the first request on")
         self._requests[number] = request
@@ -453,12 +423,13 @@ class Engine:
             dropped.popleft()
         try:
             if step := self.scheduler.schedule():
+                rows = rows_with_logits(step, self._requests)
                 if self._hybrid is None:
-                    logits = last_logits(self._model, self.cache, step)
+                    logits = last_logits(self._model, self.cache, step, rows)
                 else:
-                    logits = self._hybrid.last_logits(step)
+                    logits = self._hybrid.last_logits(step, rows)
                 num_cached = [self.scheduler.num_cached(number) for number in step.requests.tolist()]
-                made, writes, tokens = plan_results(logits, step, self._requests, num_cached, self._ranks)
+                made, writes, tokens = plan_results(logits, rows, step, self._requests, num_cached, self._ranks)
                 if self._hybrid is not None:
                     self._hybrid.store_states()
         except Exception:

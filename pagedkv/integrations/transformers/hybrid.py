@@ -39,18 +39,20 @@ class HybridSteps(PassCache):
         self._name = cache_name(uncompiled(model))
         self._changed: list[tuple[Any, dict[str, torch.Tensor]]] = []
 
-    def last_logits(self, step: Step) -> torch.Tensor:
-        """Compute logits of the last row of each request, (num_seqs, vocab_size).
+    def last_logits(self, step: Step, rows: Int64Array | None) -> torch.Tensor:
+        """Compute logits of the last rows of each request, (rows.sum(), vocab_size), as `last_logits` of results.
 
-        NaN if any of its rows is not finite, or its state: neither must become findable.
+        NaN if any row of the request is not finite, or its state: neither must become findable.
         """
         self._changed, passes = [], []
+        num_kept = np.ones(len(step.seqs), np.int64) if rows is None else rows
         with torch.inference_mode():
             starts = step.batch.query_starts.numpy(force=True)
-            for length, rows in self._rows_of_passes(step, np.diff(starts)):
-                passes.append((rows, self._run(step, length, rows, starts[rows])))
-            order = np.concatenate([rows for rows, _ in passes]).argsort()
-            return torch.cat([logits for _, logits in passes])[torch.from_numpy(order).to(step.tokens.device)]
+            for length, of_pass in self._requests_of_passes(step, np.diff(starts)):
+                passes.append((of_pass, self._run(step, length, of_pass, starts[of_pass], num_kept[of_pass])))
+            owners = np.concatenate([of_pass.repeat(num_kept[of_pass]) for of_pass, _ in passes])
+            order = torch.from_numpy(owners.argsort(kind="stable")).to(step.tokens.device)
+            return torch.cat([logits for _, logits in passes])[order]
 
     def store_states(self) -> None:
         """Store the states behind the step whose logits were computed last."""
@@ -58,15 +60,17 @@ class HybridSteps(PassCache):
             self._kv.write_states(seqs, states)
         self._changed = []
 
-    def _rows_of_passes(self, step: Step, counts: Int64Array) -> list[tuple[int, Int64Array]]:
+    def _requests_of_passes(self, step: Step, counts: Int64Array) -> list[tuple[int, Int64Array]]:
         """The passes of a step: how many tokens of each request, and which requests."""
         kinds = np.stack([counts, self._kv.state_lens(step.seqs) > 0])
         return [
             (int(kind[0]), (kinds == kind[:, None]).all(axis=0).nonzero()[0]) for kind in np.unique(kinds, axis=1).T
         ]
 
-    def _run(self, step: Step, length: int, rows: Int64Array, starts: Int64Array) -> torch.Tensor:
-        seqs = step.seqs[rows]
+    def _run(
+        self, step: Step, length: int, of_pass: Int64Array, starts: Int64Array, num_kept: Int64Array
+    ) -> torch.Tensor:
+        seqs, most = step.seqs[of_pass], int(num_kept.max())
         columns = torch.from_numpy((starts[:, None] + np.arange(length)).ravel()).to(step.tokens.device)
         batch, states = self._kv.batch(seqs, length), self._kv.read_states(seqs)
         begin_states(self.layers, states, is_continued=bool(self._kv.state_lens(seqs[:1])[0]))
@@ -76,7 +80,7 @@ class HybridSteps(PassCache):
                 input_ids=step.tokens[columns].view(-1, length),
                 position_ids=batch.positions.view(-1, length),
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=most,
                 forward_pass=watched,
                 **{self._name: self},
             )
@@ -86,5 +90,6 @@ class HybridSteps(PassCache):
         for of_all in states.values():
             finite &= of_all.isfinite().flatten(1).all(dim=1)
         self._changed.append((seqs, states))
-        logits: torch.Tensor = out.logits[:, -1]
-        return logits.masked_fill(~finite[:, None], torch.nan)
+        is_kept = torch.from_numpy(np.arange(most) >= most - num_kept[:, None]).to(finite.device)
+        logits: torch.Tensor = out.logits[:, -most:].masked_fill(~finite[:, None, None], torch.nan)
+        return logits[is_kept]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,30 +11,31 @@ import numpy.typing as npt
 import torch
 
 from ...commit import Write
-from .sampling import Sampling
+from .logprobs import TokenLogprob
+from .options import RequestOptions
 from .text import TextDecoder
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """The prompt of a request, how its tokens are chosen, what was generated so far, and why it ended.
+    """The prompt of a request, what is asked of it, what was generated so far, and why it ended.
 
     Attributes
     ----------
     prompt : (num_tokens,) int32
-    max_tokens, min_tokens : int
-        The most tokens to generate, and how many before it may stop.
-    sampling : Sampling
+    options : RequestOptions
     ends : list of int
         Tokens that end the text.
-    stop : tuple of str
-        Texts that end it.
     decoder : TextDecoder or None
         Converts tokens to text, if text is wanted.
     tokens : list of int
         The tokens generated so far, except one that stops the text.
     pieces : list of str
         The text of these tokens.
+    logprobs : list of TokenLogprob
+        Those of `tokens`, if they are wanted.
+    prompt_logprobs : list of TokenLogprob
+        Those of the prompt's tokens but the first, as far as they are computed and wanted.
     reason, message : str
         Why it ended, empty before that; and the message of an error.
     is_streamed : bool
@@ -42,14 +43,13 @@ class EngineRequest:
     """
 
     prompt: npt.NDArray[np.int32]
-    max_tokens: int
-    min_tokens: int
-    sampling: Sampling
+    options: RequestOptions
     ends: list[int]
-    stop: tuple[str, ...] = ()
     decoder: TextDecoder | None = None
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
     message: str = ""
     is_streamed: bool = False
@@ -66,55 +66,62 @@ class EngineRequest:
             raise ValueError(
                 f"a token of the prompt is {largest}, and {name} has {vocab_size}: it needs its own tokenizer"
             )
-        if self.min_tokens and set(self.ends).issuperset(range(vocab_size)):
+        if self.options.min_tokens and set(self.ends).issuperset(range(vocab_size)):
             raise ValueError(
-                f"stop_token_ids must leave a token to draw before min_tokens = {self.min_tokens}, got all "
+                f"stop_token_ids must leave a token to draw before min_tokens = {self.options.min_tokens}, got all "
                 f"{vocab_size} of {name}"
             )
+
+    def num_prompt_rows(self, stop: int) -> int:
+        """How many rows before position `stop` give log-probabilities of the prompt that are wanted and not there."""
+        if self.options.prompt_logprobs is None:
+            return 0
+        return max(0, min(stop, len(self.prompt) - 1) - len(self.prompt_logprobs))
 
     @property
     def told(self) -> tuple[Any, ...]:
         """What `heard` makes the same request of, on another rank."""
-        sampling = [getattr(self.sampling, option.name) for option in fields(Sampling) if option.init]
-        return self.prompt.tobytes(), self.max_tokens, self.min_tokens, sampling, self.ends, self.stop
+        return self.prompt.tobytes(), self.options.told, self.ends
 
     @classmethod
-    def heard(cls, prompt: bytes, max_tokens: int, min_tokens: int, sampling: list[Any], *others: Any) -> EngineRequest:
+    def heard(cls, prompt: bytes, options: dict[str, Any], ends: list[int]) -> EngineRequest:
         """Make a request of what another rank told."""
-        return cls(np.frombuffer(prompt, np.int32), max_tokens, min_tokens, Sampling(*sampling), *others)
+        return cls(np.frombuffer(prompt, np.int32), RequestOptions(**options), ends)
 
     @property
     def adjusts(self) -> bool:
         """Whether `adjust` would change its logits."""
-        return self.sampling.repetition_penalty != 1 or len(self.tokens) < self.min_tokens
+        return self.options.repetition_penalty != 1 or len(self.tokens) < self.options.min_tokens
 
     def adjust(self, logits: torch.Tensor) -> None:
         """Adjust its logits, (vocab_size,) float32, in place: apply penalties, mask tokens that end it too early."""
-        penalty = self.sampling.repetition_penalty
+        penalty = self.options.repetition_penalty
         if penalty != 1:
             seen = torch.from_numpy(self.all_tokens).long().to(logits.device)
             seen = seen[seen < len(logits)]  # images, for example, may have ids that are never generated
             found = logits[seen]
             limits = torch.finfo(logits.dtype)  # nothing can be drawn from what a small penalty makes infinite
             logits[seen] = torch.where(found > 0, found / penalty, found * penalty).clamp(limits.min, limits.max)
-        if len(self.tokens) < self.min_tokens:
+        if len(self.tokens) < self.options.min_tokens:
             logits[[end for end in self.ends if 0 <= end < len(logits)]] = -torch.inf
 
-    def plan(self, token: int) -> tuple[str, list[Write]]:
+    def plan(self, token: int, logprob: TokenLogprob | None = None) -> tuple[str, list[Write]]:
         """Append a token: why the request ends with it, or an empty string, and what to store."""
         num_tokens = len(self.tokens) + 1
         decoder, piece = copy(self.decoder), ""
-        may_stop = num_tokens > self.min_tokens
+        may_stop = num_tokens > self.options.min_tokens
         reason = "stop" if may_stop and token in self.ends else ""
         if decoder is not None and not reason:
             piece = decoder.push(token, may_stop=may_stop)
             reason = "stop" if decoder.is_stopped else ""
-        if not reason and num_tokens == self.max_tokens:
+        if not reason and num_tokens == self.options.max_tokens:
             reason = "length"
         if decoder is not None and reason:
             piece += decoder.finish()
+        is_kept = reason != "stop"
         return reason, [
-            (self.tokens, slice(num_tokens - 1, None), [] if reason == "stop" else [token]),
+            (self.tokens, slice(num_tokens - 1, None), [token] if is_kept else []),
+            (self.logprobs, slice(num_tokens - 1, None), [logprob] if is_kept and logprob else []),
             (self.pieces, slice(len(self.pieces), None), [piece] if piece else []),
             (vars(self), "decoder", decoder),
             (vars(self), "reason", reason),

@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ...cache import PagedKVCache
 from ...commit import Write
+from ...memory.ids import Int64Array, spans
 from ...scheduling import Step
 from .attention import WatchedPass
+from .logprobs import TokenLogprob, token_logprobs
 from .request import EngineRequest
 from .sampling import are_finite, choose
 
@@ -41,6 +44,12 @@ class Sampled(NamedTuple):
         The message of an error.
     num_cached : int
         How many tokens of its prompt the prefix cache had.
+    logprob : float or None
+        The log-probability of the token, with `logprobs`.
+    top_logprobs : list of (int, float)
+        The most probable tokens and their log-probabilities, as many as `logprobs` asks for.
+    prompt_logprobs : list of TokenLogprob, or None
+        With `prompt_logprobs`, those of the prompt's tokens but the first; with the first token of the text.
     """
 
     request: int
@@ -48,32 +57,53 @@ class Sampled(NamedTuple):
     reason: str
     message: str = ""
     num_cached: int = 0
+    logprob: float | None = None
+    top_logprobs: Sequence[tuple[int, float]] = ()
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
-def last_logits(model: PreTrainedModel, cache: PagedKVCache, step: Step) -> torch.Tensor:
-    """Compute logits of the last row of each request, (num_seqs, vocab_size); NaN if any of its rows is not finite.
+def rows_with_logits(step: Step, requests: Mapping[int, EngineRequest]) -> Int64Array | None:
+    """How many of its last rows of a step each request needs logits of, (num_seqs,) int64; None for one of each."""
+    asked = [requests[number] for number in step.requests.tolist()]
+    if all(request.options.prompt_logprobs is None for request in asked):
+        return None
+    stops = step.batch.seq_lens.tolist()
+    rows = [one.num_prompt_rows(stop) + (stop >= len(one.prompt)) for one, stop in zip(asked, stops, strict=True)]
+    return np.maximum(rows, 1)
 
-    Keys and values that are not finite must not become findable, even if a window hides them from the last row.
+
+def last_logits(model: PreTrainedModel, cache: PagedKVCache, step: Step, rows: Int64Array | None) -> torch.Tensor:
+    """Compute logits of the last rows of each request, (rows.sum(), vocab_size); NaN if any of its rows is not finite.
+
+    `rows` is from `rows_with_logits`. Keys and values that are not finite must not become findable, even if a window
+    hides them from the last row.
     """
     watched = WatchedPass(cache, step.slots, step.batch)
+    stops = step.batch.query_starts[1:].long()
+    if rows is None:
+        kept, first = stops - 1, np.arange(len(stops) + 1)
+    else:
+        kept = torch.from_numpy(spans(stops.numpy(force=True) - rows, rows)).to(stops.device)
+        first = np.append(0, rows.cumsum())
     with torch.inference_mode():
         out = model(
             input_ids=step.tokens[None],
             position_ids=step.batch.positions[None],
             use_cache=False,
-            logits_to_keep=step.batch.query_starts[1:].long() - 1,
+            logits_to_keep=kept,
             forward_pass=watched,
         )
         logits: torch.Tensor = out.logits[0]
         finite = watched.are_finite().tolist()
-        for row, (start, stop) in enumerate(pairwise(step.batch.query_starts.tolist())):
+        for i, (start, stop) in enumerate(pairwise(step.batch.query_starts.tolist())):
             if not all(finite[start:stop]):
-                logits[row] = torch.nan
+                logits[first[i] : first[i + 1]] = torch.nan
     return logits
 
 
 def plan_results(
     logits: torch.Tensor,
+    rows: Int64Array | None,
     step: Step,
     requests: Mapping[int, EngineRequest],
     num_cached: Sequence[int],
@@ -83,8 +113,10 @@ def plan_results(
 
     Parameters
     ----------
-    logits : (num_seqs, vocab_size) tensor
+    logits : (rows.sum(), vocab_size) tensor
         From `last_logits`.
+    rows : (num_seqs,) int64 or None
+        From `rows_with_logits`.
     step : Step
     requests : dict of int to EngineRequest
         By their numbers.
@@ -93,29 +125,81 @@ def plan_results(
     ranks : Ranks or None
         The ranks that have to choose the same.
     """
-    rows = {number: i for i, number in enumerate(step.requests.tolist())}
-    sampled = step.sampled.tolist()
+    numbers, sampled = step.requests.tolist(), step.sampled.tolist()
+    stops = np.arange(1, len(numbers) + 1) if rows is None else rows.cumsum()
+    last = dict(zip(numbers, (stops - 1).tolist(), strict=True))
     chooses = [requests[number] for number in sampled]
-    of_sampled = logits[[rows[number] for number in sampled]]
+    of_sampled = logits[[last[number] for number in sampled]]
     for i, request in enumerate(chooses):
         if request.adjusts:
             of_sampled = of_sampled.float()
             request.adjust(of_sampled[i])
     places = [len(request.prompt) + len(request.tokens) for request in chooses]
-    tokens, finite = choose(of_sampled, [request.sampling for request in chooses], places), are_finite(logits)
+    tokens, finite = choose(of_sampled, [request.options for request in chooses], places), are_finite(logits)
+    if rows is not None:
+        finite = np.logical_and.reduceat(finite, stops - rows).tolist()
     if ranks is not None:
         tokens, finite = ranks.agree(tokens, finite)
-    chosen = dict(zip(sampled, tokens, strict=True))
+    is_finite = dict(zip(numbers, finite, strict=True))
+    chosen = {number: token for number, token in zip(sampled, tokens, strict=True) if is_finite[number]}
+    logprobs = _of_chosen(logits, last, chosen, requests)
+    prompts = {} if rows is None else _of_prompts(logits, stops - rows, step, requests, is_finite)
     made: list[Sampled] = []
     writes: list[Write] = []
-    for number, is_finite, cached in zip(rows, finite, num_cached, strict=True):
+    for number, cached in zip(numbers, num_cached, strict=True):
         request = requests[number]
-        if not is_finite:
+        if not is_finite[number]:
             message = NOT_FINITE.format(dtype=logits.dtype)
             made.append(Sampled(number, NO_TOKEN, "error", message, cached))
             writes += request.plan_end("error", message)
-        elif number in chosen:
-            reason, stored = request.plan(chosen[number])
-            made.append(Sampled(number, chosen[number], reason, "", cached))
+            continue
+        known = request.prompt_logprobs
+        if number in prompts:
+            writes.append((known, slice(len(known), None), prompts[number]))
+            known = known + prompts[number]
+        if number in chosen:
+            logprob = logprobs.get(number)
+            reason, stored = request.plan(chosen[number], logprob)
+            one = Sampled(number, chosen[number], reason, "", cached)
+            if logprob is not None:
+                one = one._replace(logprob=logprob.logprob, top_logprobs=logprob.top_logprobs)
+            if request.options.prompt_logprobs is not None and not request.tokens:
+                one = one._replace(prompt_logprobs=known)
+            made.append(one)
             writes += stored
     return made, writes, tokens
+
+
+def _of_chosen(
+    logits: torch.Tensor, last: Mapping[int, int], chosen: Mapping[int, int], requests: Mapping[int, EngineRequest]
+) -> dict[int, TokenLogprob]:
+    """The log-probabilities of the chosen tokens, of the requests that want them."""
+    num_top = {number: requests[number].options.logprobs for number in chosen}
+    wanted = {number: n for number, n in num_top.items() if n is not None}
+    if not wanted:
+        return {}
+    rows = logits[[last[number] for number in wanted]]
+    made = token_logprobs(rows, [chosen[number] for number in wanted], max(wanted.values()))
+    return {
+        number: one._replace(top_logprobs=one.top_logprobs[:n])
+        for (number, n), one in zip(wanted.items(), made, strict=True)
+    }
+
+
+def _of_prompts(
+    logits: torch.Tensor,
+    starts: Int64Array,
+    step: Step,
+    requests: Mapping[int, EngineRequest],
+    is_finite: Mapping[int, bool],
+) -> dict[int, list[TokenLogprob]]:
+    """The log-probabilities of the prompts' tokens that the step gives, of the requests that want them."""
+    made = {}
+    for number, start, stop in zip(step.requests.tolist(), starts.tolist(), step.batch.seq_lens.tolist(), strict=True):
+        request = requests[number]
+        if (num_rows := request.num_prompt_rows(stop)) and is_finite[number]:
+            at = len(request.prompt_logprobs) + 1
+            tokens = request.prompt[at : at + num_rows].tolist()
+            num_top = request.options.prompt_logprobs or 0
+            made[number] = token_logprobs(logits[start : start + num_rows], tokens, num_top)
+    return made

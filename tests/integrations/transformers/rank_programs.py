@@ -46,6 +46,13 @@ def greedy_tokens(engine):
     return list(said.values())
 
 
+def logprobs(engine):
+    """The log-probabilities of the longest prompt and of a token behind it."""
+    engine.add(PROMPTS[2], 1, logprobs=0, prompt_logprobs=0)
+    [sampled] = engine.run()
+    return [*(one.logprob for one in sampled.prompt_logprobs), sampled.logprob]
+
+
 def generated(model, cache):
     """The tokens of generate with a PagedCache, after prompts with padding."""
     import torch
@@ -124,6 +131,7 @@ def everything(rank, folder):
         stream.close()
         found["refused"] = message_of(engine.add, [10**6], 1)
         found["led after aborts"] = greedy_tokens(engine)
+        found["logprobs"] = logprobs(engine)
         engine.close()
     found["used"] = engine.cache.stats().used
     engine.cache.check()

@@ -93,12 +93,12 @@ class Spoken:
         self.engine = Engine(make_model("Llama", vocab_size=256), tokenizer, num_blocks=64, **options)
         self.ids = tokenizer(text).input_ids
 
-        def logits(model, cache, step):
+        def logits(model, cache, step, rows):
             places = step.batch.seq_lens.tolist()
-            rows = torch.zeros(len(places), 256)
-            for row, place in zip(rows, places, strict=True):
+            made = torch.zeros(len(places), 256)
+            for row, place in zip(made, places, strict=True):
                 row[self.ids[place - 1]] = 9
-            return rows
+            return made
 
         monkeypatch.setattr("pagedkv.integrations.transformers.engine.last_logits", logits)
 

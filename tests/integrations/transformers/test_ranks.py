@@ -1,5 +1,6 @@
 """Models that transformers shards over ranks: tokens, caches and messages of the ranks; which models are refused."""
 
+import numpy as np
 import pytest
 from transformers.distributed import DistributedConfig
 
@@ -9,7 +10,7 @@ from pagedkv.integrations.transformers.models import heads_divided_by, kv_shape,
 from pagedkv.integrations.transformers.ranks import join_ranks
 
 from .models import make_model
-from .rank_programs import BLOCKS, greedy_tokens, run
+from .rank_programs import BLOCKS, greedy_tokens, logprobs, run
 
 
 def sharded(family, size, tp_plan=None, **sizes):
@@ -90,6 +91,11 @@ def test_ranks_that_are_called_with_the_same_generate_what_one_process_does(two,
 
 def test_rank_0_generates_what_one_process_does_while_others_follow(two, alone):
     assert two[0]["led"] == two[0]["led after aborts"] == alone
+
+
+def test_rank_0_has_the_log_probabilities_of_one_process(two):
+    expected = logprobs(Engine(make_model("Llama", vocab_size=98), num_blocks=BLOCKS))
+    np.testing.assert_allclose(two[0]["logprobs"], expected, atol=1e-4)
 
 
 def test_generate_with_a_paged_cache_on_ranks(two, alone):
