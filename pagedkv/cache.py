@@ -463,7 +463,7 @@ class PagedKVCache(Sequences):
         """
         slots = self._with_states()
         rows = self._rows.handles.find_distinct(seqs)
-        self._state_arrays.require(values, len(rows))
+        values = self._state_arrays.checked(values, len(rows))
         plan = slots.plan_write(rows, self._rows.lens[rows])
         index = self._arrays.asarray(plan.slots)  # which may raise, while no state is lost yet
         store(plan.begin)

@@ -36,6 +36,19 @@ def test_states_are_copied_in_and_out_as_they_are(module, dtype):
     assert cache.stats().state_bytes == sum(array.nbytes for array in cache.states.values())
 
 
+@pytest.mark.parametrize("module", ["numpy", "torch"])
+def test_values_may_be_views_of_the_slots(module):
+    pytest.importorskip(module)
+    cache = PagedKVCache(**SIZE, states=dict.fromkeys("xy", ((), "float32")), array_module=module, state_memory=16)
+    seqs = [cache.add(n).seq for n in (3, 2)]
+    for name in "xy":
+        cache.states[name][...] = cache.asarray(np.array([1, 2], np.float32)) + 10 * (name == "y")
+    cache.write_states(seqs, {"x": cache.states["y"].reshape(1, 2)[0], "y": cache.states["x"][:]})
+    written = cache.read_states(seqs)
+    assert cache.state_lens(seqs).tolist() == [3, 2]
+    assert {name: state.tolist() for name, state in written.items()} == {"x": [11, 12], "y": [1, 2]}
+
+
 def test_tensors_that_require_gradients_leave_no_graph_behind():
     torch = pytest.importorskip("torch")
     with torch.inference_mode():

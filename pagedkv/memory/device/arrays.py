@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -79,6 +80,14 @@ class Arrays:
     def as_bytes(self, x: Any) -> Any:
         """View an array in order as its bytes, (num_bytes,) uint8."""
         return x.reshape(-1).view(self._module.uint8)
+
+    def apart(self, x: Any, others: Sequence[Any]) -> Any:
+        """Return an array without its gradients, or a copy of it if it may share memory with others."""
+        if not self._is_torch:
+            return x.copy() if any(self._module.may_share_memory(x, other) for other in others) else x
+        start = x.untyped_storage().data_ptr()
+        shares = any(other.untyped_storage().data_ptr() == start for other in others)
+        return x.detach().clone() if shares else x.detach()
 
     def asarray(self, x: npt.NDArray[Any]) -> Any:
         """Convert a NumPy array to one of the module, sharing memory where possible.

@@ -66,10 +66,9 @@ class StateArrays:
         return states
 
     def write(self, index: Any, values: Mapping[str, Any]) -> None:
-        """Copy states, which `require` has seen, into distinct slots, an array of the module."""
+        """Copy states, from `checked`, into distinct slots, an array of the module."""
         for name, array in self.by_name.items():
-            value = values[name]
-            array[index] = value.detach() if hasattr(value, "detach") else value
+            array[index] = values[name]
 
     def to_bytes(self, states: Mapping[str, Any]) -> list[npt.NDArray[np.uint8]]:
         """Copy the bytes of each state of one sequence to the host; `states` are from `read`."""
@@ -82,8 +81,12 @@ class StateArrays:
             values[name] = self._arrays.asarray(part.copy()).view(array.dtype).reshape(1, *shape)
         return values
 
-    def require(self, values: Any, num_seqs: int) -> None:
-        """Raise TypeError or ValueError unless these are the states of so many sequences."""
+    def checked(self, values: Any, num_seqs: int) -> dict[str, Any]:
+        """The states of so many sequences as `write` takes them, or TypeError or ValueError.
+
+        Values that share memory with the slots are copied: torch would refuse them, and writing one array would change
+        the values for another.
+        """
         if not isinstance(values, Mapping):
             raise TypeError(f"values must be a mapping from the names of states to arrays, got {type(values).__name__}")
         if set(values) != set(self.specs):
@@ -100,6 +103,8 @@ class StateArrays:
                 raise TypeError(f"values[{name!r}] must have dtype {dtype.name}, got {value.dtype}")
             if getattr(value, "device", None) != getattr(array, "device", None):
                 raise ValueError(f"values[{name!r}] must be on {array.device}, got {value.device}")
+        slots = [*self.by_name.values()]
+        return {name: self._arrays.apart(values[name], slots) for name in self.specs}
 
 
 def specs_of(states: Any) -> dict[str, Spec]:
