@@ -258,7 +258,8 @@ class PagedKVCache(Sequences):
         found = None
         if prefix_cache:
             hooks: dict[str, Any] = {"eviction": eviction, "hash_of": hash_of, "listener": events}
-            found = PrefixCache(num_blocks, block_size, groups, **hooks, medium="GPU" if arrays.on_device else "CPU")
+            hooks |= {"medium": "GPU" if arrays.on_device else "CPU", "has_states": bool(specs)}
+            found = PrefixCache(num_blocks, block_size, groups, **hooks)
         tables: dict[str, Any] = {"prefix_cache": found, "groups": groups, "keep": keep, "num_states": num_states}
         super().__init__(BlockPool(num_blocks), block_size, max_seqs, max_blocks, **tables)
         self.prefix_cache, self._arrays = prefix_cache, arrays
@@ -469,6 +470,7 @@ class PagedKVCache(Sequences):
         store(plan.begin)
         self._state_arrays.write(index, values)
         store(plan.end)
+        self.pool._commit([])  # emits the events
 
     @consistent
     def state_lens(self, seqs: Any) -> npt.NDArray[np.int64]:
@@ -534,6 +536,7 @@ class PagedKVCache(Sequences):
             snapshots.require_written(self._rows, rows)
             self.pool._commit(self._rows.plan_commit(rows))
             store(snapshots.plan_snapshots(self._rows, rows, stay))
+            self.pool._commit([])  # emits the events
         self._release_passed(rows)  # another change: a block that the first one stores waits for its eviction then
 
     @consistent

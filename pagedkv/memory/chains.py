@@ -43,7 +43,7 @@ class Chains:
         self._group_starts = (np.arange(self._num_groups)[:, None] - groups.leader) * max_seqs
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
-        self._roots, self._salts = np.zeros(max_seqs, DIGEST), np.full(max_seqs, None)
+        self._roots, self.salts = np.zeros(max_seqs, DIGEST), np.full(max_seqs, None)
 
     def share(self, prompt: Prompt) -> Hit:
         """The longest beginning of a prompt, but for its last token, whose K and V can be used as they are."""
@@ -94,7 +94,7 @@ class Chains:
             (self.num_known, row, num_known),
             (self.num_found, row, hit.num_columns),
             (self._roots, index, np.frombuffer(prompt.root, DIGEST)),
-            (self._salts, index, np.array([prompt.salt], object)),
+            (self.salts, index, np.array([prompt.salt], object)),
             *self.cache.plan_found(hit.blocks),
         ]
 
@@ -114,7 +114,7 @@ class Chains:
 
     def plan_copy(self, rows: Int64Array, parents: Int64Array) -> list[Write]:
         """Copy the chain of each row's parent."""
-        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._roots, self._salts)]
+        return [(state, rows, state[parents]) for state in (self.num_known, self.num_found, self._roots, self.salts)]
 
     def plan_clear(self) -> list[Write]:
         """Make the tokens of all rows unknown, so that none of their blocks is ever found."""
@@ -168,7 +168,7 @@ class Chains:
         entries = (rows + self._first_line) * blocks.shape[1] + first
         above, roots, salts = table[entries - 1].astype(np.int64), None, None
         if not first[first.argmin()]:
-            above[first == 0], roots, salts = NO_BLOCK, self._roots[rows], self._salts[rows]
+            above[first == 0], roots, salts = NO_BLOCK, self._roots[rows], self.salts[rows]
         if counts is not None:
             entries = spans(entries, counts)
         uncommitted = table[entries].astype(np.int64)

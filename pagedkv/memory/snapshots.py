@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..commit import Write
-from .ids import NO_BLOCKS, Int64Array
+from .ids import NO_BLOCKS, UNUSED, Int64Array
 from .rows import SequenceRows
 
 
@@ -14,10 +14,13 @@ def plan_snapshots(rows: SequenceRows, which: Int64Array, lasting: npt.NDArray[n
     """Let prompts find the states of rows that stand for full blocks which can be found."""
     if rows.states is None or rows.chains is None:
         return []
-    lens = rows.lens[which]
-    there = (lens > 0) & (rows.chains.num_found[which] * rows.block_size == lens)
+    size, lens = rows.block_size, rows.lens[which]
+    above = rows.ends(which, np.maximum(lens - size, 0))
+    there = (lens > 0) & (rows.chains.num_found[which] * size == lens)
+    there &= (above != UNUSED) | (lens == size)  # a window passed it since another row's snapshot here has gone
     which = which[there]
-    return rows.states.plan_snapshots(which, rows.ends(which, lens[there]), lasting[there])
+    ends, salts = rows.ends(which, lens[there]), rows.chains.salts[which]
+    return rows.states.plan_snapshots(which, ends, above[there], salts, lasting[there])
 
 
 def lens_with_state(rows: SequenceRows, row: int) -> Int64Array:

@@ -203,9 +203,18 @@ class StateSlots:
         ends = [(self.lens, slots, lens), (self.of_row, rows, slots)]
         # Nobody must find a state that is half written.
         begin = [(self._blocks, slots, np.full(len(slots), NO_BLOCK)), (self.lens, slots, np.full(len(slots), -1))]
+        if self._cache is not None:
+            begin += self._cache.plan_tell_states(self._blocks[slots[snapshots[slots]]])
         return WritePlan(slots, begin, ends)
 
-    def plan_snapshots(self, rows: Int64Array, blocks: Int64Array, lasting: npt.NDArray[np.bool]) -> list[Write]:
+    def plan_snapshots(
+        self,
+        rows: Int64Array,
+        blocks: Int64Array,
+        above: Int64Array,
+        salts: npt.NDArray[np.object_],
+        lasting: npt.NDArray[np.bool],
+    ) -> list[Write]:
         """Let prompts find the states of rows.
 
         Parameters
@@ -214,6 +223,10 @@ class StateSlots:
             Rows whose states stand for full blocks that can be found.
         blocks : (n,) int64
             The block of the leading group at the end of each.
+        above : (n,) int64
+            The block before that, negative at the beginning of a sequence.
+        salts : (n,) object
+            The salt of each row, for events.
         lasting : (n,) bool
             Whether the snapshot stays when the row leaves its next one; else only if a prompt has found it by then.
         """
@@ -242,6 +255,9 @@ class StateSlots:
             (self._moves_with, slots, moves_with),
             (self._heirs, slots[are_new], np.full(np.count_nonzero(are_new), _NO_ROW)),
             (self._clock, 0, clock),
+            *self._cache.plan_tell_states(
+                self._blocks[gone], blocks[are_new], above[first[are_new]], salts[first[are_new]]
+            ),
         ]
 
     def check(self, lens: Int64Array, live: npt.NDArray[np.bool]) -> None:

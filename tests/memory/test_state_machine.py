@@ -11,9 +11,11 @@ from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory.device.state_arrays import StateArrays
 from pagedkv.memory.prefix.digests import blake2b_128
 
+from .groups.tables import Listener
 from .manager import fails_after, refused
+from .prefix.router import Router
 from .prefix.test_machine import HASHES
-from .texts import ROOM, P, Texts, advanced, make_cache, snapshots
+from .texts import ROOM, P, Texts, advanced, make_cache, snapshot_digests, snapshots
 
 SALTS = st.sampled_from([None, None, None, "a"])
 WINDOWS = ((None,), (None,), (5, None), (6,), (3, 9))
@@ -31,7 +33,7 @@ class StateMachine(RuleBasedStateMachine):
     )
     def start(self, windows, num_states, num_blocks, prefix_cache, data):
         hash_of = HASHES[data.draw(st.sampled_from(self.hashes))] if prefix_cache else blake2b_128
-        self.has_windows = windows != (None,)
+        self.has_windows, self.told = windows != (None,), Router() if len(windows) == 1 else Listener()
         self.cache = make_cache(
             num_states,
             num_layers=len(windows),
@@ -41,6 +43,7 @@ class StateMachine(RuleBasedStateMachine):
             windows=windows,
             prefix_cache=prefix_cache,
             hash_of=hash_of,
+            events=self.told,
         )
         self.texts, self.salts, self.pins = Texts(self.cache), {}, []
 
@@ -241,6 +244,14 @@ class StateMachine(RuleBasedStateMachine):
     def is_sound(self):
         if hasattr(self, "texts"):
             self.texts.check()
+
+    @invariant()
+    def events_tell_what_can_be_found(self):
+        if hasattr(self, "texts") and self.cache.prefix_cache:
+            assert self.told.states == snapshot_digests(self.cache)
+            for seq in self.tokens if not self.has_windows else ():
+                prompt, salt = [*self.tokens[seq], 1], self.salts[seq]
+                assert self.told.find(prompt, salt, P) == self.cache.find(prompt, salt)
 
     def teardown(self):
         if hasattr(self, "texts"):

@@ -1,10 +1,13 @@
 """States of sequences: who shares a slot, when a state goes to another one, where a sequence goes back to, refusals."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from pagedkv import PagedKVCache, commit
 from pagedkv.errors import CapacityError
+from pagedkv.memory import BlockRemoved
 from pagedkv.memory.device.arrays import Arrays
 from pagedkv.memory.device.state_arrays import StateArrays
 from pagedkv.memory.sizing import bytes_of
@@ -309,3 +312,61 @@ def test_a_write_that_cannot_begin_changes_nothing(monkeypatch):
     with monkeypatch.context() as patch, refused(cache, RuntimeError, "^captured$"):
         patch.setattr(cache._arrays, "asarray", fails_after(0, cache._arrays.asarray, RuntimeError("captured")))
         cache.write_states([seq], values)
+
+
+def test_events_of_a_snapshot_are_those_of_a_group_of_its_own():
+    events = []
+    texts = Texts(make_cache(2, max_seqs=2, events=events.append))
+    seq, _ = texts.start(range(1, 9), salt="tenant")
+    texts.compute((seq, range(1, 5)))
+    blocks, first = events
+    texts.compute((seq, range(5, 9)))
+    second, passed, last = events[2:]
+    assert (blocks.group_idx, blocks.kv_cache_spec_kind) == (0, "full_attention")
+    for event, block in ((first, blocks), (last, second)):
+        assert event == replace(block, group_idx=1, kv_cache_spec_kind="mamba")
+    assert first.extra_keys == [("tenant",)]
+    assert (second.parent_block_hash, second.extra_keys) == (blocks.block_hashes[0], None)
+    assert passed == BlockRemoved(first.block_hashes, "CPU", 1)
+    texts.free(seq)
+    others = [texts.start([20 + i])[0] for i in range(2)]
+    texts.compute((others[0], [20]))
+    assert events[5:] == []
+    cache = texts.cache
+    states = cache.read_states(others[1:])
+    cache.append(others[1:], tokens=[21])
+    cache.write_states(others[1:], advanced(states, [[21]]))
+    assert events[5:] == [BlockRemoved(last.block_hashes, "CPU", 1)], "its slot is another's"
+    cache.commit(others[1:])
+    cache.pool.release(cache.pool.allocate(cache.num_free))
+    assert events[6:] == [BlockRemoved([*second.block_hashes, *blocks.block_hashes], "CPU", 0)], "no snapshot is left"
+    texts.free(*others)
+    texts.compute((texts.start(range(1, 5))[0], range(1, 5)))
+    texts.free(*texts.tokens)
+    cache.pool.release(cache.pool.allocate(cache.num_free))
+    assert [event.group_idx for event in events[7:]] == [0, 1, 1, 0], "a snapshot goes before its block"
+
+
+@pytest.mark.parametrize("event_of", ["write_states", "commit"])
+def test_a_listener_that_raises_costs_no_state(event_of):
+    def listener(event):
+        if raising and event.group_idx == 1:
+            raise raising.pop()
+
+    raising = []
+    texts = Texts(make_cache(1, max_seqs=1, events=listener))
+    cache, [seq] = texts.cache, texts.start(range(1, 9))[:1]
+    if event_of == "write_states":  # the snapshot at 4 makes room
+        texts.compute((seq, range(1, 5)))
+    n = len(texts.tokens[seq])
+    states = advanced(cache.read_states([seq]), [range(n + 1, n + 5)])
+    cache.append([seq], 4, range(n + 1, n + 5))
+    if event_of == "commit":
+        cache.write_states([seq], states)
+    raising.append(ArithmeticError())
+    with pytest.raises(ArithmeticError):
+        cache.commit([seq]) if event_of == "commit" else cache.write_states([seq], states)
+    assert cache.state_lens([seq]).tolist() == [n + 4]
+    cache.commit([seq])
+    assert texts_of(cache.read_states([seq])) == [[*range(1, n + 5)]]
+    assert snapshots(cache) == [n + 4]

@@ -39,6 +39,12 @@ def snapshots(cache):
     return sorted(slots.lens[slots.are_snapshots].tolist())
 
 
+def snapshot_digests(cache):
+    """The digest of the block that each snapshot is behind."""
+    slots = cache._rows.states
+    return set(cache.pool._prefix_cache._index.digests(slots._blocks[slots.are_snapshots]).tolist())
+
+
 def snapshot_texts(cache):
     """The text that each snapshot has, and the tokens in the blocks that lead to it, as far as they are there."""
     slots, found = cache._rows.states, cache.pool._prefix_cache

@@ -69,7 +69,7 @@ MUTANTS = [
     ),
     Mutant(
         "events: a fork forgets its salt",
-        "(self.num_known, self.num_found, self._roots, self._salts)]",
+        "(self.num_known, self.num_found, self._roots, self.salts)]",
         "(self.num_known, self.num_found, self._roots)]",
         "tests/memory/prefix/test_hooks.py::test_events_name_the_salt_of_first_blocks",
     ),

@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 SLOTS = "tests/memory/test_states.py::"
 CASES = "tests/scheduling/test_states.py::"
+EVENTS = "test_events_of_a_snapshot_are_those_of_a_group_of_its_own"
 MACHINE = "tests/memory/test_state_machine.py::TestStateMachine"
 
 MUTANTS = [
@@ -72,6 +73,18 @@ MUTANTS = [
         "(self._blocks != NO_BLOCK) & (self._cache.serials(self._blocks) == self._serials)",
         "self._blocks != NO_BLOCK",
         CASES + "test_without_its_block_a_snapshot_is_gone",
+    ),
+    Mutant(
+        "states: a router believes in a snapshot whose block is gone",
+        "events += self._states_removed(removed[",
+        "self._states_removed(removed[",
+        SLOTS + EVENTS,
+    ),
+    Mutant(
+        "states: a router believes in a snapshot that is overwritten",
+        "begin += self._cache.plan_tell_states(",
+        "self._cache.plan_tell_states(",
+        SLOTS + EVENTS,
     ),
     Mutant(
         "states: each boundary that a text passes leaves a snapshot",

@@ -83,6 +83,8 @@ class PrefixCache:
         Called with each event, after the change that it reports.
     medium : str
         The medium that events name: where the caches are.
+    has_states : bool
+        Whether sequences have states, of which events tell, too.
 
     Attributes
     ----------
@@ -100,6 +102,7 @@ class PrefixCache:
         hash_of: Hash = blake2b_128,
         listener: Listener | None = None,
         medium: str = "CPU",
+        has_states: bool = False,
     ) -> None:
         require_callable("eviction", eviction, "a class such as LRU, or a function of num_blocks")
         require_callable("hash_of", hash_of, "a function of bytes")
@@ -120,7 +123,11 @@ class PrefixCache:
         # The block last stored behind each block; by now it may hold something else. The last entry is NO_BLOCK's.
         self._last_child = np.full(num_blocks + 1, NO_BLOCK)
         self._hash_of = hash_of if hash_of is blake2b_128 else checked_hash(hash_of)
-        self.outbox = None if listener is None else Outbox(listener, medium, groups, block_size)
+        self.outbox = None
+        if listener is not None:
+            self.outbox = Outbox(listener, medium, groups, block_size, has_states=has_states)
+        # The number that the contents of each block had when its snapshot was told; there is no other content 0.
+        self._told_states = np.zeros(num_blocks if has_states else 0, np.int64)
         self._groups = groups
         self._holders = Holders(groups, num_blocks) if len(groups.groups) > 1 else None
         # A window passes most blocks of a long prompt, and few prompts find one again: those that none has found are
@@ -388,7 +395,9 @@ class PrefixCache:
         """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
         events: list[Event] = []
         if self.outbox is not None and len(removed):
-            groups = None if self._holders is None else self._holders.group_of[removed]
+            if len(self._told_states):
+                events += self._states_removed(removed[self._told_states[removed] == self._serials[removed]])
+            groups = np.zeros_like(removed) if self._holders is None else self._holders.group_of[removed]
             events += self.outbox.removed(self._index.digests(removed), groups)
         writes: list[Write] = [(self._serials, removed, np.zeros(len(removed), np.int64))] if len(removed) else []
         if self._holders is not None:
@@ -420,6 +429,33 @@ class PrefixCache:
             if self._evicted_first is not None:
                 writes.append((self._found_again, findable, np.zeros(len(findable), np.bool)))
         return writes if self.outbox is None or not events else [*writes, *self.outbox.plan(events)]
+
+    def plan_tell_states(
+        self,
+        lost: Int64Array,
+        blocks: Int64Array = NO_BLOCKS,
+        above: Int64Array = NO_BLOCKS,
+        salts: npt.NDArray[np.object_] | None = None,
+    ) -> list[Write]:
+        """Tell which snapshots can be found no more, and which from now on, each by its block of the leading group.
+
+        `above` has the block before each of `blocks`, negative at the beginning of a sequence, and `salts` the salt.
+        """
+        if self.outbox is None or not len(lost) + len(blocks):
+            return []
+        heads = [None if x < 0 else head for x, head in zip(above, self._index.digests(above).tolist(), strict=True)]
+        by_group, digests = {self.outbox.group_of_states: np.arange(len(blocks))}, self._index.digests(blocks).tolist()
+        events = self._states_removed(lost)
+        events += self.outbox.stored(by_group, self._rows()[blocks], digests, [*range(len(blocks))], heads, salts)
+        return [
+            (self._told_states, lost, np.zeros_like(lost)),
+            (self._told_states, blocks, self._serials[blocks]),
+            *self.outbox.plan(events),
+        ]
+
+    def _states_removed(self, blocks: Int64Array) -> list[Event]:
+        assert self.outbox is not None
+        return self.outbox.removed(self._index.digests(blocks), np.full(len(blocks), self.outbox.group_of_states))
 
     def plan_cleared(self) -> list[Write]:
         """Replace the events of earlier writes, which remove all blocks, by one AllBlocksCleared."""

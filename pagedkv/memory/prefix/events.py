@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Successive blocks of a sequence can be found from now on.
+    """Successive blocks of a sequence can be found from now on, or the state behind one of them.
 
     Attributes
     ----------
@@ -35,9 +35,10 @@ class BlockStored:
         What a block's digest depends on besides tokens, for each of these blocks: the salt for the first block of a
         sequence. None if they have no salt, or a parent, which has it.
     group_idx : int or None
-        The group of layers whose blocks these are; None if the cache has only one group.
+        The group of layers whose blocks these are, or the number of these groups for a snapshot of a state; None if the
+        cache has one group and no states.
     kv_cache_spec_kind : str or None
-        "full_attention" or "sliding_window"; None if the cache has only one group.
+        "full_attention" or "sliding_window", "mamba" for a snapshot; None where `group_idx` is.
     kv_cache_spec_sliding_window : int or None
         The window of the group, in tokens.
     """
@@ -57,7 +58,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks can no longer be found.
+    """Blocks can no longer be found, or the states behind them.
 
     Attributes
     ----------
@@ -66,7 +67,7 @@ class BlockRemoved:
     medium : str
         Where the caches are: "GPU" or "CPU".
     group_idx : int or None
-        The group of layers whose blocks these are; None if the cache has only one group.
+        As in `BlockStored`.
     """
 
     block_hashes: list[bytes]

@@ -13,6 +13,9 @@ from ..ids import Int64Array
 from .digests import Digests
 from .events import BlockRemoved, BlockStored, Event, Listener
 
+_KINDS = {True: "full_attention", False: "sliding_window"}  # of layers, by whether they see all tokens
+_STATES = "mamba"  # vLLM's name for states of every kind
+
 
 class Outbox:
     """Makes events, keeps them with the change that they report, and delivers them after it.
@@ -26,11 +29,23 @@ class Outbox:
     groups : LayerGroups
     block_size : int
         P.
+    has_states : bool
+        Whether sequences have states; their snapshots are a group of their own then, behind those of layers.
     """
 
-    def __init__(self, listener: Listener, medium: str, groups: LayerGroups, block_size: int) -> None:
-        self._listener, self._medium, self._groups, self._block_size = listener, medium, groups.groups, block_size
+    def __init__(
+        self, listener: Listener, medium: str, groups: LayerGroups, block_size: int, *, has_states: bool
+    ) -> None:
+        self._listener, self._medium, self._block_size = listener, medium, block_size
+        self._kinds = [(_KINDS[group.window is None], group.window) for group in groups.groups]
+        if has_states:
+            self._kinds.append((_STATES, None))
         self._events: list[list[Event]] = [[]]
+
+    @property
+    def group_of_states(self) -> int:
+        """The group of snapshots, if sequences have states."""
+        return len(self._kinds) - 1
 
     def plan(self, events: list[Event]) -> list[Write]:
         """Add events to those that are yet to be delivered."""
@@ -54,12 +69,11 @@ class Outbox:
             finally:
                 del errors  # they refer to this frame
 
-    def removed(self, digests: Digests, groups: Int64Array | None) -> list[Event]:
-        """An event for the blocks of each group: (n,) digests, and their groups if there are several."""
-        if groups is None:
-            return [BlockRemoved(digests.tolist(), self._medium)]
+    def removed(self, digests: Digests, groups: Int64Array) -> list[Event]:
+        """An event for the blocks of each group: (n,) digests, and their groups."""
         return [
-            BlockRemoved(digests[groups == group].tolist(), self._medium, group) for group in np.unique(groups).tolist()
+            BlockRemoved(digests[groups == group].tolist(), self._medium, self._spec(group).get("group_idx"))
+            for group in np.unique(groups).tolist()
         ]
 
     def stored(
@@ -108,8 +122,7 @@ class Outbox:
 
     def _spec(self, group: int) -> dict[str, Any]:
         """What an event says of its group, if there are several."""
-        if len(self._groups) == 1:
+        if len(self._kinds) == 1:
             return {}
-        window = self._groups[group].window
-        kind = "full_attention" if window is None else "sliding_window"
+        kind, window = self._kinds[group]
         return {"group_idx": group, "kv_cache_spec_kind": kind, "kv_cache_spec_sliding_window": window}

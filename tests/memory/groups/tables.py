@@ -90,6 +90,11 @@ class Listener:
             self.blocks -= blocks
             self.any_removed = True
 
+    @property
+    def states(self):
+        """The digests of the blocks that a snapshot is behind, in a cache of two groups."""
+        return {digest for digest, group in self.blocks if group == 2}
+
     def agrees_with(self, cache, salts=(None,)):
         """There are as many blocks as can be found."""
         if cache.prefix_cache:
