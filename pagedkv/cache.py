@@ -616,7 +616,7 @@ class PagedKVCache(Sequences):
     def reset(self) -> None:
         """Make all blocks unfindable and drop all pins, after a change of the model's weights for example.
 
-        Sequences go on, but no block that they have now will ever be found.
+        Sequences go on, also those that are swapped out, but no block that they have now will ever be found.
         """
         pins: dict[str, int] = {}
         self.pool._commit([*self._rows.plan_reset([*self._pins.values()]), (vars(self), "_pins", pins)])

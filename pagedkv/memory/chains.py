@@ -33,6 +33,11 @@ class Chains:
     groups : LayerGroups
     states : StateSlots or None
         Without a snapshot behind them, blocks are no hit then.
+
+    Attributes
+    ----------
+    num_clears : (1,) int64
+        How often all tokens have become unknown: copies of sequences from before must not say what theirs are.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Chains:
         self._group_starts = (np.arange(self._num_groups)[:, None] - groups.leader) * max_seqs
         self.num_known = np.zeros(max_seqs, np.int64)
         self.num_found = np.zeros(max_seqs, np.int64)
+        self.num_clears = np.zeros(1, np.int64)
         self._roots, self.salts = np.zeros(max_seqs, DIGEST), np.full(max_seqs, None)
 
     def share(self, prompt: Prompt) -> Hit:
@@ -119,7 +125,8 @@ class Chains:
     def plan_clear(self) -> list[Write]:
         """Make the tokens of all rows unknown, so that none of their blocks is ever found."""
         rows = np.arange(len(self.num_known))
-        return [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
+        cleared = [(state, rows, np.zeros_like(rows)) for state in (self.num_known, self.num_found)]
+        return [*cleared, (self.num_clears, 0, int(self.num_clears[0]) + 1)]
 
     def plan_pass(self, lines: Int64Array, first: Int64Array) -> list[Write]:
         """Make the tokens of rows unknown whose chain ends here: a window has passed blocks before they were stored.

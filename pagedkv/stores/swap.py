@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -25,6 +25,7 @@ from .wire import BLOCK_TOKENS, Name
 
 _AT_ONCE = 2**24  # bytes that are put at a time
 _DIGEST_BYTES = 16
+_NO_TOKENS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Swapped:
         Its length, and how many of its first tokens are in blocks that could be found.
     tokens : (num_known,) int32
         Its first tokens, as far as their ids are known.
+    num_clears : int
+        As in `Chains`: after a reset of the cache, nobody may find its blocks by their tokens.
     names : list of Name
         Its wire blocks, all KV heads of each.
     state : bytes
@@ -48,6 +51,7 @@ class Swapped:
     num_tokens: int
     num_committed: int
     tokens: npt.NDArray[np.int32]
+    num_clears: int
     names: list[Name]
     state: bytes = b""
     shares: tuple[Swapped, ...] = ()
@@ -330,13 +334,13 @@ class SwapSpace:
             raise ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
         return num_tokens
 
-    def _known(self, row: int, slots: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int32]]:
-        """How many tokens of a row are in blocks that can be found, and all that are known."""
+    def _known(self, row: int, slots: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int32], int]:
+        """How many tokens of a row are in blocks that can be found, all that are known, and `num_clears`."""
         chains = self.cache._rows.chains
         if chains is None:
-            return 0, np.empty(0, np.int32)
-        num_known = int(chains.num_known[row])
-        return int(chains.num_found[row]) * self.cache.block_size, chains.cache.tokens[slots[:num_known]]
+            return 0, _NO_TOKENS, 0
+        num_known, num_clears = int(chains.num_known[row]), int(chains.num_clears[0])
+        return int(chains.num_found[row]) * self.cache.block_size, chains.cache.tokens[slots[:num_known]], num_clears
 
     def _put(self, parts: list[npt.NDArray[np.int64]], digests: list[bytes], deadline: float) -> bool:
         """Put wire blocks whose slots are given, of which only the last may be partly full."""
@@ -353,6 +357,8 @@ class SwapSpace:
         before = start = int(cache.seq_lens(seq)[0])
         if start >= copy.num_tokens:
             return start
+        if (chains := cache._rows.chains) is not None and copy.num_clears != chains.num_clears[0]:
+            copy = replace(copy, num_committed=0, tokens=_NO_TOKENS)
         state = None
         if self._states is not None:
             state = self._states.open(copy.state, copy.num_tokens, self._patient, deadline)

@@ -50,3 +50,8 @@ def committed(cache, tokens, salt=None):
         cache.write(layer, *rng.standard_normal((2, len(slots), HEADS, DIM), np.float32), slots)
     cache.commit(seq)
     return seq
+
+
+def evict(cache):
+    """Evict all blocks that no sequence has."""
+    cache.free(cache.add(cache.num_free // len(cache.groups) * cache.block_size).seq)

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagedkv.errors import CapacityError
 from pagedkv.stores import HostStore, SavedSequences, SwapSpace
 
-from .caches import W
+from .caches import W, evict
 from .test_prefixes import FAULTS, damage, make_store, prefixes_of
-from .test_windows import assert_found_is_written, assert_seen, computed, evict, windowed, write
+from .test_windows import assert_found_is_written, assert_seen, computed, windowed, write
 
 NAMES, SALTS = ("a", "b"), (None, "a tenant")
 

@@ -9,7 +9,7 @@ from pagedkv import OutOfBlocksError, PagedKVCache, Scheduler
 from pagedkv.stores import HostStore, SavedSequences, StoredPrefixes, SwapSpace
 
 from ..memory.texts import P, Texts, advanced, make_cache, texts_of
-from .caches import fill
+from .caches import evict, fill
 from .test_prefixes import FaultyStore, fail
 
 W = 2  # tokens of a wire block
@@ -64,8 +64,7 @@ def test_sequences_come_back_with_their_states(prefix_cache):
     space, before, of_fork = space_of(texts), {**texts.tokens}, kv(texts.cache, fork)
     assert space.swap_out([seq, fork])
     assert texts.cache.stats().used_states == texts.cache.stats().used == 0
-    if prefix_cache:
-        texts.cache.reset()
+    evict(texts.cache)
     other = texts.prompt([5] * 30)[0]
     assert space.swap_in([fork, seq]) == [24, 22]
     np.testing.assert_array_equal(kv(texts.cache, fork).view(np.uint32), of_fork.view(np.uint32))
@@ -129,7 +128,7 @@ def test_what_was_not_committed_is_found_after_the_commit():
     texts.cache.write_states([seq], advanced(states, [TEXT[14:20]]))
     space = space_of(texts)
     assert space.swap_out(seq)
-    texts.cache.reset()
+    evict(texts.cache)
     assert space.swap_in(seq) == [20]
     assert texts.cache.find(TEXT) == 0
     texts.cache.commit(seq)
@@ -211,7 +210,7 @@ def test_an_interrupt_leaves_no_length_without_a_state(monkeypatch, place, num_s
     space = space_of(texts)
     copy = space.copy_out(seq)
     texts.free(seq)
-    texts.cache.reset()
+    evict(texts.cache)
     seq = texts.prompt(TEXT[:8], 8)[0]
     cache = texts.cache
     target = {"write": (cache._state_arrays, "write"), "store": (space._blocks, "write"), "commit": (cache, "commit")}

@@ -9,7 +9,7 @@ import pytest
 from pagedkv import OutOfBlocksError
 from pagedkv.stores import HostStore, SwapSpace
 
-from .caches import W, committed, contents, fill, make_cache, text
+from .caches import W, committed, contents, evict, fill, make_cache, text
 from .test_prefixes import FaultyStore, fail, make_store
 
 
@@ -46,7 +46,7 @@ def test_what_could_be_found_can_be_found_again():
     cache.append(seq, 4)  # not known
     space = space_of(cache)
     assert space.swap_out(seq)
-    cache.reset()
+    evict(cache)
     assert cache.find(tokens, salt="a") == 0
     assert space.swap_in(seq) == [7 * W + 2]
     assert cache.find([*tokens, 1, 2], salt="a") == 5 * W
@@ -54,6 +54,26 @@ def test_what_could_be_found_can_be_found_again():
     cache.commit(seq)
     assert cache.find([*tokens, *text(2 * W - 5, 1)], salt="a") == 6 * W
     assert cache.find([*tokens, 1, 2]) == 0
+
+
+@pytest.mark.parametrize("states", [None, {"sum": ((1,), "float32")}])
+def test_what_was_swapped_out_before_a_reset_is_never_found(states):
+    """The weights may have changed: a sequence goes on, as those do that are in the cache, but for itself."""
+    cache, tokens = make_cache(states=states), text(5 * W + 3)
+    seq, _ = cache.add(tokens)
+    if states:
+        cache.write_states([seq], cache.read_states([seq]))
+    cache.commit(seq)
+    space = space_of(cache, make_store())
+    copy = space.copy_out(seq)
+    assert space.swap_out(seq)
+    cache.reset()
+    assert space.swap_in(seq) == [len(tokens)]
+    other = cache.add(0).seq
+    assert space.copy_in(other, copy) == len(tokens)
+    cache.commit([seq, other])
+    assert cache.find_blocks(tokens) == 0
+    cache.check()
 
 
 def test_what_sequences_share_is_stored_once():

@@ -15,7 +15,7 @@ from pagedkv.memory.prefix.digests import root_digest
 from pagedkv.stores import HostStore, SavedSequences
 from pagedkv.stores.blocks import CacheBlocks, as_tokens
 
-from .caches import DIM, HEADS, LAYERS, W, fill, make_cache, text
+from .caches import DIM, HEADS, LAYERS, W, evict, fill, make_cache, text
 from .test_prefixes import FaultyStore, damage, make_store, prefixes_of
 
 WINDOWS = [2 * W, None, 2 * W]
@@ -341,11 +341,6 @@ def test_a_saved_sequence_comes_back_with_what_it_held(num_tokens, options, othe
     assert_found_is_written(other, tokens)
     assert saves.save(restored, "the same chat")
     assert_goes_on(other, restored, tokens)
-
-
-def evict(cache):
-    """Evict all blocks that no sequence has."""
-    cache.free(cache.add(cache.num_free // len(cache.groups) * cache.block_size).seq)
 
 
 @pytest.mark.parametrize("options", [{"block_size": 2 * W}, {"keep": 3 * W}], ids=str)
