@@ -87,7 +87,7 @@ class PagedKVCache(Sequences):
         and at least two. Each sequence needs one, so that it may lower max_seqs; the others hold states that prompts
         can find.
     same_as : dict of int to int, or None
-        Layers that read the K and V of an earlier layer, and which: they take no memory.
+        Layers that read the K and V of an earlier layer, and which: they take no memory, and have its scales.
     group_size : int or None
         Layers of a group, of those with the largest K and V; None for the size that takes the least memory.
     max_seq_len : int or None
@@ -248,6 +248,8 @@ class PagedKVCache(Sequences):
             ):
                 kept = cache_pair.kept_scale(name, of_layer, kv_dtype or stored.name, heads)
                 options[name] = arrays.asarray(kept) if isinstance(kept, np.ndarray) else kept
+        for layer, other in (same_as or {}).items():
+            self._options[layer] = self._options[other]  # whose scales made what it reads
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.

@@ -478,6 +478,15 @@ def test_scales_as_checkpoints_have_them(array_module):
     assert stored(k_scale=changing, v_scale=[changing] * LAYERS) == each
 
 
+def test_a_layer_reads_another_s_keys_and_values_with_its_scales():
+    cache = make(kv_dtype="fp8_e4m3", k_scale=[4.0] + [None] * (LAYERS - 1), v_scale=0.5, same_as={1: 0})
+    k, v = np.random.default_rng(0).standard_normal((2, 4, HEADS, DIM), np.float32)
+    seq = cache.add(0).seq
+    cache.write(0, k, v, cache.append(seq, 4))
+    q, batch = k[:1].repeat(2, axis=1), cache.batch(seq)
+    assert (cache.attend(1, q, batch) == cache.attend(0, q, batch)).all()
+
+
 @pytest.mark.parametrize(
     ("layout", "kv_dtype", "scales"), [("vllm", None, (None, None)), ("NHD", "fp8_e4m3", (0.5, [0.25, 2.0, 1.0]))]
 )
