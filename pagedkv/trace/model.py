@@ -102,6 +102,45 @@ def read_config(path: str, given: Mapping[str, Any] = MappingProxyType({})) -> M
         ) from error
 
 
+def weight_bytes(path: str | None) -> int:
+    """Add up the tensors in the safetensors files of a model; each file begins with the length of its header.
+
+    Parameters
+    ----------
+    path : str or None
+        The model's config.json, or the folder with it, as given. If the folder has model.safetensors.index.json, the
+        files that this names count, else all of them.
+
+    Raises
+    ------
+    OSError
+        A file cannot be read.
+    ValueError
+        No path or no such file is there, or one is not whole.
+    """
+    if path is None:
+        raise ValueError("--weights needs --config with the folder of a model")
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{index} does not name the files of the weights in weight_map") from error
+    else:
+        files = set(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"--weights needs *.safetensors beside config.json, and there are none in {folder}")
+    total = 0
+    for file in files:
+        with file.open("rb") as opened:
+            size, header = file.stat().st_size, int.from_bytes(opened.read(8), "little")
+        if size < 8 + header:
+            raise ValueError(f"{file} is no whole safetensors file: it has {size} bytes, and its header alone {header}")
+        total += size - 8 - header
+    return total
+
+
 def _named_values(name: str, value: Any) -> dict[str, Any]:
     """Check that a value is a JSON object, and drop its nulls."""
     if not isinstance(value, dict):
@@ -132,6 +171,9 @@ def add_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--memory", metavar="SIZE", help='say how many such sequences fit, into "24GiB" for example')
     parser.add_argument(
+        "--weights", action="store_true", help="say what the weights in the folder of --config take of the memory"
+    )
+    parser.add_argument(
         "--num-tokens", type=int, default=[4096], nargs="+", metavar="T", help="tokens of a sequence (default: 4096)"
     )
 
@@ -144,11 +186,13 @@ def run(
     group_size: int | None,
     kv_dtype: KvDtype | None,
     memory: str | None,
+    weights: bool,
     progress: Any,
     **shape: Any,
 ) -> list[dict[str, Any]]:
     """Compute the bytes of a token, of a block, and of sequences.
 
+    With weights, say what those take, and count what they leave of the memory; a step of the model takes more besides.
     Where layers have a state, say also what the state of a sequence takes, and so does a snapshot of it, and how many
     tokens have K and V of as many bytes. Where layers have a window or share K and V, say also what the layers of a
     sequence need if none is padded, what they would take if all of them kept all tokens, and how they are grouped.
@@ -177,7 +221,8 @@ def run(
     groups = LayerGroups.of(layers.get("windows"), model["num_layers"], block_size, **of_groups)
     itemsize = storage_dtype(model["dtype"], kv_dtype).itemsize
     block_bytes = bytes_of_block(groups, shapes, "NHD", block_size, itemsize)
-    head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
+    head: dict[str, Any] = {name: _in_words(model[name]) for name in CONFIG}
+    head |= {"stored as": kv_dtype or str(model["dtype"])}
     token_bytes = _unpadded_bytes(1, model, groups)
     head |= {"bytes of a token": token_bytes, f"of a block of {block_size}": block_bytes}
     state_bytes = sum(
@@ -186,10 +231,16 @@ def run(
     )
     if state_bytes:
         head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / token_bytes)}
+    of_weights = weight_bytes(config) if weights else 0
+    if weights:
+        head |= {"of the weights": of_weights, "GiB of the weights": of_weights / 2**30}
     room = None
     if memory is not None:
-        blocks_in(memory, block_bytes, Arrays("numpy", None))  # at least one
-        room = bytes_of("memory", memory, Arrays("numpy", None))
+        room = bytes_of("memory", memory, Arrays("numpy", None)) - of_weights
+        if weights and room < block_bytes:
+            least = of_weights + block_bytes
+            raise ValueError(f"--memory must be at least {least} bytes, the weights and one block, got {memory}")
+        blocks_in(room, block_bytes, Arrays("numpy", None))  # at least one
         longest = groups.longest(max(0, room - state_bytes) // block_bytes)
         head["longest sequence"] = "any" if longest == MAX_INT64 else longest
     if layers or len(groups.groups) > 1:

@@ -157,6 +157,43 @@ def test_what_fits(tmp_path, capsys):
     assert printed(tmp_path, capsys, LLAMA, "--memory", "24GiB")[0]["longest sequence"] == 24 * 2**30 // 2**19
 
 
+def write_weights(folder, name, num_bytes):
+    """A file as `safetensors` writes it, of one tensor; returns the bytes of that."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}).encode()
+    (folder / name).write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    return num_bytes
+
+
+def test_what_fits_beside_the_weights(tmp_path, capsys):
+    taken = write_weights(tmp_path, "model-1.safetensors", 8000) + write_weights(tmp_path, "model-2.safetensors", 6002)
+    options = ["--weights", "--memory", "8MiB", "--num-tokens", "64"]
+    head, row = printed(tmp_path, capsys, SMALL, *options)
+    assert (head["of the weights"], row["sequences"]) == (taken, (8 * 2**20 - taken) // row["bytes"])
+    # Files that the index does not name are other forms of the same weights.
+    write_weights(tmp_path, "consolidated.safetensors", 14002)
+    index = {"weight_map": {"embed": "model-1.safetensors", "up": "model-1.safetensors", "down": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert printed(tmp_path, capsys, SMALL, *options)[0]["of the weights"] == taken
+
+
+def test_weights_that_are_not_there(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    command = ["kv-bytes", "--config", str(tmp_path), "--weights"]
+    assert main(command) == 2
+    assert f"*.safetensors beside config.json, and there are none in {tmp_path}" in capsys.readouterr().err
+    assert main(["kv-bytes", "--num-layers", "2", "--num-kv-heads", "2", "--head-dim", "8", "--weights"]) == 2
+    assert "--weights needs --config with the folder of a model" in capsys.readouterr().err
+    write_weights(tmp_path, "model.safetensors", 2000)
+    assert main([*command, "--memory", "2000B"]) == 2
+    assert "--memory must be at least" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes((2**40).to_bytes(8, "little"))
+    assert main(command) == 2
+    assert "model.safetensors is no whole safetensors file: it has 8 bytes" in capsys.readouterr().err
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert main(command) == 2
+    assert "index.json does not name the files of the weights in weight_map" in capsys.readouterr().err
+
+
 # What published configurations say of their layers.
 QWEN = {"model_type": "qwen3_5_text", "num_hidden_layers": 64, "num_key_value_heads": 4, "head_dim": 256}
 QWEN |= {"full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_num_key_heads": 16}
