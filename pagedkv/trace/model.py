@@ -221,8 +221,7 @@ def run(
     groups = LayerGroups.of(layers.get("windows"), model["num_layers"], block_size, **of_groups)
     itemsize = storage_dtype(model["dtype"], kv_dtype).itemsize
     block_bytes = bytes_of_block(groups, shapes, "NHD", block_size, itemsize)
-    head: dict[str, Any] = {name: _in_words(model[name]) for name in CONFIG}
-    head |= {"stored as": kv_dtype or str(model["dtype"])}
+    head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
     token_bytes = _unpadded_bytes(1, model, groups)
     head |= {"bytes of a token": token_bytes, f"of a block of {block_size}": block_bytes}
     state_bytes = sum(
@@ -232,8 +231,8 @@ def run(
     if state_bytes:
         head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / token_bytes)}
     of_weights = weight_bytes(config) if weights else 0
-    if weights:
-        head |= {"of the weights": of_weights, "GiB of the weights": of_weights / 2**30}
+    in_words: dict[str, Any] = {"of the weights": of_weights, "GiB of the weights": of_weights / 2**30}
+    head |= in_words if weights else {}
     room = None
     if memory is not None:
         room = bytes_of("memory", memory, Arrays("numpy", None)) - of_weights
