@@ -478,6 +478,15 @@ def test_scales_as_checkpoints_have_them(array_module):
     assert stored(k_scale=changing, v_scale=[changing] * LAYERS) == each
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.int64])
+def test_arrays_of_every_dtype_become_tensors(dtype):
+    x = np.arange(4).astype(dtype)
+    tensor = make(array_module="torch").asarray(x)
+    assert tensor.dtype == getattr(torch, x.dtype.name)
+    x[2] = 7
+    assert tensor.tolist() == [0, 1, 7, 3]
+
+
 def test_a_layer_reads_another_s_keys_and_values_with_its_scales():
     cache = make(kv_dtype="fp8_e4m3", k_scale=[4.0] + [None] * (LAYERS - 1), v_scale=0.5, same_as={1: 0})
     k, v = np.random.default_rng(0).standard_normal((2, 4, HEADS, DIM), np.float32)

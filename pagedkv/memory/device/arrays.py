@@ -102,6 +102,8 @@ class Arrays:
         """
         if self._module is np:
             return x
+        if self._is_torch and x.dtype.name == "bfloat16":  # torch knows NumPy's other dtypes alone
+            return self.asarray(x.view(np.int16)).view(self._module.bfloat16)
         if self._is_capturing():
             raise RuntimeError(
                 "the current stream of the cache's device is being captured by a CUDA graph, and tables and slots come "
