@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain, compress, groupby, islice
-from math import lcm
 from typing import Any
 
 import numpy as np
@@ -32,9 +31,8 @@ class StoredPrefixes:
     Call `load` before `add`, and `store` once a prompt's blocks are committed. Other caches of the same model share
     them, in this process or another, whatever their block size, layout and number of ranks.
 
-    With states of sequences, `store` copies snapshots whose length is a multiple of both block sizes, each behind its
-    blocks, and what lies behind the last of them stays out of the store. `load` takes the longest that the store has
-    with all its blocks.
+    With states of sequences, `store` copies snapshots, each behind its blocks, and what lies behind the last of them
+    stays out of the store. `load` takes the longest that the store has with all its blocks.
 
     A store that raises, gives no answer in time, or returns something wrong, has nothing: the prompt is computed. Calls
     go to the store from two threads of this object. One thread at a time may call the object itself, as its cache.
@@ -130,8 +128,7 @@ class StoredPrefixes:
                 f"max_pending_bytes must be at least {needed}, what {block_tokens} tokens take in this cache, got "
                 f"{max_pending_bytes}, which lets no block wait for the store"
             )
-        # A state is stored where both a block of the cache and a wire block end.
-        self._unit = block_tokens if self.states is None else lcm(block_tokens, cache.block_size)
+        self._unit = block_tokens if self.states is None else cache.block_size  # of what can be loaded
         self.num_loaded = self.num_stored = self.num_dropped = 0
         self._waiting: dict[bytes, Future[bool]] = {}  # by its chained digest, what waits for the store to take it
 
@@ -220,10 +217,10 @@ class StoredPrefixes:
         self, states: StateRecords, ids: npt.NDArray[np.int32], salt: str | bytes | None
     ) -> Added | None:
         """As `bring`, of a cache whose sequences go on only where they have a state."""
-        deadline, size, num_here = self.patient.deadline(), self.blocks.wire.block_tokens, self.cache.find(ids, salt)
-        digests = self.blocks.wire.digests(ids, root_digest(salt))
+        wire, root, deadline = self.blocks.wire, root_digest(salt), self.patient.deadline()
+        size, digests, num_here = wire.block_tokens, wire.digests(ids, root), self.cache.find(ids, salt)
         lens = sorted({*range(self._unit, len(ids), self._unit), len(ids)} - {*range(num_here + 1)}, reverse=True)
-        named = [(n, digests[-(-n // size) - 1]) for n in lens]
+        named = [(n, wire.digest_at(n, ids, root, digests)) for n in lens]
         there = self.patient.has([states.keys(digest, n)[0] for n, digest in named], deadline)
         for n, digest in compress(named, there):
             if (state := states.open(digest, n, self.patient, deadline)) is None:
@@ -231,7 +228,8 @@ class StoredPrefixes:
                 continue
             added = self.cache.add_found(ids[:n], salt, preempted=True)
             try:
-                for first, opened in self._come(digests[: -(-n // size)], added.num_cached // size, deadline):
+                of_blocks = [*digests[: (n - 1) // size], digest]
+                for first, opened in self._come(of_blocks, added.num_cached // size, deadline):
                     added = self._extend(added, ids[:n], first, opened)
                 if added.num_cached == n:
                     self.cache.write_states([added.seq], state)
@@ -261,6 +259,8 @@ class StoredPrefixes:
     def store(self, tokens: Any, salt: str | bytes | None = None) -> int:
         """Copy what the cache finds of a text, in full wire blocks, for the store to take in the background.
 
+        With states it copies each snapshot and the blocks that lead to it, the last of them as full as it is there.
+
         Parameters
         ----------
         tokens, salt
@@ -274,15 +274,15 @@ class StoredPrefixes:
         cache, root, size = self.cache, root_digest(salt), self.blocks.wire.block_tokens
         ids, offsets = ids_of(tokens), np.arange(cache.block_size)
         columns = self.chains.cache.columns(self.chains.cache.find(ids, root))
-        num_blocks = columns.shape[1] * cache.block_size // size
-        snapshots: dict[int, int] = {}  # by how many tokens it stands for, the slot of each that a store can have
+        num_tokens = columns.shape[1] * cache.block_size
+        snapshots: dict[int, int] = {}  # by how many tokens each stands for, its slot
         if cache._rows.states is not None:
             counts, state_slots = cache._rows.states.along(columns[cache.layer_groups.leader])
-            along = zip((counts * cache.block_size).tolist(), state_slots.tolist(), strict=True)
-            snapshots = {n: slot for n, slot in along if n % size == 0}
-            num_blocks = max(snapshots, default=0) // size
-        ids = ids[: num_blocks * size]
-        slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)[:, : len(ids)]
+            snapshots = dict(zip((counts * cache.block_size).tolist(), state_slots.tolist(), strict=True))
+            num_tokens = max(snapshots, default=0)
+        num_blocks = num_tokens // size
+        all_slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)
+        text, ids, slots = ids, ids[: num_blocks * size], all_slots[:, : num_blocks * size]
         windows, has, deadline = WindowBlocks(self.windows, ids, root), set[bytes](), self.patient.deadline()
         of_text = self.blocks.wire.digests(ids, root)
         given = self.give(self.blocks, slots, dict(enumerate(of_text)), deadline)
@@ -293,11 +293,8 @@ class StoredPrefixes:
             has |= {digests[i] for i in there}
         num_given = min({*range(num_blocks + 1)} - given)
         if self.states is not None:
-            stored = [
-                n
-                for n, slot in snapshots.items()
-                if n <= num_given * size and self._give_state(slot, n, of_text[n // size - 1], deadline)
-            ]
+            ends = {n: self.blocks.wire.digest_at(n, text, root, of_text) for n in snapshots if n // size <= num_given}
+            stored = [n for n, end in ends.items() if self._give_state(snapshots[n], all_slots[:, :n], end, deadline)]
             return max(stored, default=0)
         return windows.longest(num_given * size, 0, lambda blocks, digests: [digest in has for digest in digests])
 
@@ -337,9 +334,15 @@ class StoredPrefixes:
             self.num_dropped += (len(missing) - len(given)) * size
         return {*digests} - {*missing[len(given) :]}
 
-    def _give_state(self, slot: int, num_tokens: int, digest: bytes, deadline: float) -> bool:
-        """Copy a state that the store does not have, behind its blocks; whether it then has it, or has been given."""
+    def _give_state(self, slot: int, slots: npt.NDArray[np.int64], digest: bytes, deadline: float) -> bool:
+        """Copy a state that the store does not have, behind its blocks; whether it then has it, or has been given.
+
+        Its tokens are in `slots`. Where they end in the middle of a wire block, the store gets a block with just these.
+        """
         assert self.states is not None
+        num_tokens, size = slots.shape[1], self.blocks.wire.block_tokens
+        if num_tokens % size and not self.give(self.blocks, slots, {num_tokens // size: digest}, deadline):
+            return False
         keys = self.states.keys(digest, num_tokens)
         if keys[0] not in self._waiting and not all(self.patient.has(keys, deadline)):
             if self.patient.room < self.states.num_parts * self.blocks.wire.block_bytes:

@@ -128,6 +128,13 @@ class Wire:
         parts = (ids[i : i + size].tobytes() for i in range(0, len(ids), size))
         return hash_chain(blake2b_128, self.root(salt), parts)
 
+    def digest_at(self, num_tokens: int, tokens: npt.NDArray[np.int32], salt: bytes, digests: Sequence[bytes]) -> bytes:
+        """The last digest of the first tokens of a text, whose full wire blocks have `digests`."""
+        num_full, rest = divmod(num_tokens, self.block_tokens)
+        above = digests[num_full - 1] if num_full else self.root(salt)
+        part = tokens[num_tokens - rest : num_tokens].astype("<i4", copy=False).tobytes()
+        return hash_chain(blake2b_128, above, [part])[0] if rest else above
+
     def root(self, salt: bytes) -> bytes:
         """The digest of the model and of a salt's root digest, which the first block of a text follows."""
         return blake2b_128(self._sizes_of_root(salt) + self._model)
