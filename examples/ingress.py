@@ -23,6 +23,7 @@ from replica import beginning
 
 # What the server reads of a scope. Ray's has more, which cannot be sent to another process.
 SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+PAGES = {"/", "/metrics", "/status/pool"}
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):
@@ -50,8 +51,7 @@ class Ingress:
         self._answer, self._max_body = replicas.options(stream=True).answer, max_body
 
     async def __call__(self, request: Request) -> Response:
-        path = request.url.path
-        if path != "/health" and not path.startswith("/v1/"):
+        if (path := request.url.path) in PAGES:
             return refusal(Refused(404, f"{path} is a page of one server, and there are several here"))
         body = bytearray()
         async for part in request.stream():

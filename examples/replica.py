@@ -27,6 +27,8 @@ def beginning(body: bytes) -> Beginning | None:
     try:
         fields = json.loads(body)
         said = fields["messages"] if "messages" in fields else fields["prompt"]
+        if isinstance(said, list) and isinstance(said[0], str | list):
+            said = said[0]  # of several prompts
         if isinstance(said, str):
             text = said
         elif isinstance(said[0], int):

@@ -22,7 +22,7 @@ from typing import Any
 
 from pagedkv.extras import pip_install
 from pagedkv.server.command import number
-from pagedkv.server.serve import listen
+from pagedkv.server.serve import listen, require_key
 from replica import Replica, parse_server
 
 NAME = "pagedkv"
@@ -47,9 +47,12 @@ def parse(words: list[str] | None = None) -> tuple[argparse.Namespace, list[str]
         parser.error(
             f"argument --max-replicas: must be at least --min-replicas {args.min_replicas}, got {args.max_replicas}"
         )
-    if parse_server(words)[0].kv_events_config is not None:
+    options = parse_server(words)[0]
+    if options.kv_events_config is not None:
         parser.error("argument --kv-events-config: Ray's router reads texts, not events; leave it out")
-    return args, words
+    require_key(options)
+    # Other machines do not see the environment of this one.
+    return args, [*words, *(["--api-key", options.api_key] if options.api_key else [])]
 
 
 def application(args: argparse.Namespace, words: list[str]) -> Any:

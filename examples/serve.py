@@ -157,14 +157,20 @@ class SmallText:
         self._max_bytes = context * max(map(len, tokenizer.vocab))
         self.num_tokens = len(tokenizer)
 
-    def encode(self, prompt: str) -> list[int]:
+    def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Convert a text; there are no special tokens to add."""
         data = prompt.encode()
         if len(data) > self._max_bytes:
             raise too_long(self._context, f"your prompt has {len(data)} bytes, and {self._max_bytes} are the most")
         return self._tokenizer.encode(data)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Convert messages to comments, since a model of source code knows no roles and no tools."""
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
+        """Convert messages to comments, since a model of source code knows no roles and no tools.
+
+        The second list is for models whose layers have states.
+        """
+        if options:
+            raise ValueError(f"there is no chat template that could use {', '.join(options)}")
         lines = []
         for message in messages:
             who = " ".join(filter(None, [message["role"], message.get("name")]))
@@ -172,11 +178,10 @@ class SmallText:
                 f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls", [])
             ]
             lines += [f"# {who}: {said}\n" for said in [message["content"], *calls] if said or not calls]
-        return self.encode("".join(["\n\n\n", *lines]))
+        return self.encode("".join(["\n\n\n", *lines])), []
 
-    def snapshot_at(self, messages: list[dict[str, Any]], tokens: list[int]) -> list[int]:
-        """None, for its layers have no states."""
-        return []
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens).decode(errors="replace")
 
     def decoder(self) -> "SmallDecoder":
         return SmallDecoder(self._tokenizer)
@@ -195,25 +200,29 @@ class SmallDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def small(args: argparse.Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[SmallEngine, SmallText]:
-    """Load a file of train.py: its engine and text; ValueError if it is invalid or a block exceeds its context."""
+def small(args: argparse.Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[SmallEngine, SmallText, str]:
+    """Load a file of train.py: its engine, its text, and what it is.
+
+    ValueError if it is invalid or a block exceeds its context.
+    """
     model, tokenizer = load(args.weights, args.context)
     if model.context < args.block_size:
-        sizes = f"a block of {args.block_size} tokens is longer than the context of {model.context}"
-        raise ValueError(f"{sizes}: change one")
+        block = f"a block of {args.block_size} tokens"
+        raise ValueError(f"{block} is longer than the context of {model.context}: change one")
     model.context -= model.context % args.block_size
     sizes = {"num_layers": model.num_layers, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     cache = pagedkv.PagedKVCache(**sizes, max_seq_len=model.context, **pool)
     if steps["swap"] is not None:
         steps["swap"] = SwapSpace(cache, steps["swap"])
-    return SmallEngine(model, cache, **steps), SmallText(tokenizer, model.context)
+    text = SmallText(tokenizer, model.context)
+    return SmallEngine(model, cache, **steps), text, "the small model in float32 on the CPU"
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Serve the small model over OpenAI's protocol.")
     add_server_options(parser)
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a file that train.py wrote")
-    parser.set_defaults(model="small")
+    parser.set_defaults(model="small", num_blocks=1024)
     return parser.parse_args(words)
 
 

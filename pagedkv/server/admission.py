@@ -59,26 +59,30 @@ class Admission:
         return len(self._places)
 
     @contextlib.contextmanager
-    def place(self, max_tokens: int) -> Iterator[Place]:
-        """Count a request for as long as the context is open.
+    def places(self, count: int, max_tokens: int) -> Iterator[list[Place]]:
+        """Count so many requests, all or none, for as long as the context is open.
 
         Raises
         ------
+        ValueError
+            There is never room for so many.
         Busy
             There are too many requests.
         """
-        if len(self) >= self._max_requests:
+        if count > self._max_requests:
+            raise ValueError(f"a request may ask for {self._max_requests} texts on this server, got {count}")
+        if len(self) + count > self._max_requests:
             raise Busy("too many requests wait: try again later", self.retry_after())
-        if not self._places:  # idle time must not count as time for a request
+        if not self:  # idle time must not count as time for a request
             self._restart()
-        place = Place(max_tokens)
-        self._places.add(place)
+        places = [Place(max_tokens) for _ in range(count)]
+        self._places.update(places)
         try:
-            yield place
+            yield places
         finally:
-            self._places.remove(place)
-            self._num_ended += place.num_tokens
-            self._lengths.append(place.num_tokens)
+            self._places.difference_update(places)
+            self._num_ended += sum(place.num_tokens for place in places)
+            self._lengths.extend(place.num_tokens for place in places)
             self._marks.append((self._clock(), self._num_tokens()))
 
     def retry_after(self) -> int:

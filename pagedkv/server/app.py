@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,12 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from .. import __version__
 from .admission import Admission, Busy
-from .answers import Answer, event, usage
-from .protocol import Refused, Wanted, parse, too_long
+from .answers import Answer, event
+from .protocol import Prompt, Refused, Wanted, parse, parse_detokenize, parse_tokenize, too_long
 from .status import PAGE, metrics, pool
 from .visits import Visit, Visits, refusal
-from .worker import Engine, Job, Worker, Writer
+from .worker import Engine, Job, Worker, Writer, counts
 
 # A body past the limit is read and discarded up to so many times the limit, so that its sender can read the answer.
 PATIENCE = 32
@@ -34,6 +35,29 @@ class Gone(Exception):
     """Raised when the client has left before there was an answer."""
 
 
+class Decoder(Protocol):
+    """Decodes tokens as they come."""
+
+    def push(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Text(Protocol):
+    """The interface of conversions between text and tokens; what raises ValueError is refused with its message."""
+
+    num_tokens: int  # in the vocabulary
+
+    def encode(self, prompt: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[int], list[int]]:
+        """The tokens of messages, with variables of the template; and from which lengths a later turn may go on."""
+
+    def decode(self, tokens: list[int]) -> str: ...
+
+    def decoder(self) -> Decoder: ...
+
+
 class Server:
     """The server: its routes and what they share.
 
@@ -41,7 +65,7 @@ class Server:
     ----------
     worker : Worker
     admission : Admission
-    text : SmallText or HuggingFaceText
+    text : Text
     model : str
         The name of the model.
     context : int
@@ -50,6 +74,8 @@ class Server:
         Bytes of a request.
     names : iterable of str
         Host names by which clients may reach it.
+    key : str or None
+        What clients have to send.
 
     Attributes
     ----------
@@ -61,18 +87,19 @@ class Server:
         self,
         worker: Worker,
         admission: Admission,
-        text: Any,
+        text: Text,
         model: str,
         *,
         context: int,
         max_body: int,
         names: Iterable[str],
+        key: str | None = None,
     ) -> None:
         self.worker, self.admission, self.text = worker, admission, text
         self.context, self.max_body = context, max_body
         created = int(time.time())
         self.model: dict[str, Any] = {"id": model, "object": "model", "created": created, "owned_by": "pagedkv"}
-        self.names = list(names)
+        self._visits = Middleware(Visits, names=list(names), key=key)
         self.counts: Counter[str] = Counter()
 
     def app(self) -> Starlette:
@@ -83,12 +110,16 @@ class Server:
                 Route("/v1/chat/completions", partial(self.complete, chat=True), methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.named),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
+                Route("/version", self.version),
                 Route("/health", self.health),
+                Route("/ping", self.health, methods=["GET", "POST"]),
                 Route("/metrics", self.metrics),
                 Route("/status/pool", self.pool),
                 Route("/", self.page),
             ],
-            middleware=[Middleware(Visits, names=self.names)],
+            middleware=[self._visits],
             exception_handlers=handlers,
             lifespan=self._lifespan,
         )
@@ -103,12 +134,13 @@ class Server:
     async def complete(self, request: Request, chat: bool) -> Response:
         visit: Visit = request.state.visit
         wanted = parse(await self._body(request), chat=chat, num_tokens=self.text.num_tokens)
-        answer = Answer(self.model["id"], chat=chat, include_usage=wanted.include_usage)
+        of_usage = {"include_usage": wanted.include_usage, "continuous_usage": wanted.continuous_usage}
+        answer = Answer(self.model["id"], lambda: counts(visit.jobs), chat=chat, **of_usage)
         visit.id = answer.id
-        pieces = self._pieces(wanted, chat, visit)
+        pieces = self._pieces(wanted, visit)
         if not wanted.stream:
-            return JSONResponse(await _unless_gone(request, _whole(pieces, answer, visit)))
-        events = _events(pieces, answer, visit)
+            return JSONResponse(await _unless_gone(request, _whole(pieces, answer)))
+        events = _events(pieces, answer)
         first = await _unless_gone(request, anext(events))  # a refusal must come before the headers
         return EventResponse(first, events)
 
@@ -127,26 +159,23 @@ class Server:
             raise Refused(413, f"the body must be of at most {self.max_body} bytes")
         return b"".join(parts)
 
-    async def _pieces(self, wanted: Wanted, chat: bool, visit: Visit) -> AsyncGenerator[tuple[str, str]]:
-        """Yield pieces of text as they come, the last one with the reason for its end."""
+    async def _pieces(self, wanted: Wanted, visit: Visit) -> AsyncGenerator[tuple[int, str, str]]:
+        """Yield pieces of the texts as they come: the number of the choice, text, and the reason for its end, or ""."""
         visit.reason = "aborted"
         try:
-            with self.admission.place(min(wanted.max_tokens or self.context, self.context)) as place:
+            most = min(wanted.max_tokens or self.context, self.context)
+            with self.admission.places(len(wanted.prompts), most) as places:
                 # Encode on a thread: long prompts take a while, and a chat template is a program.
-                tokens, snapshot_at = await asyncio.to_thread(self._encode, wanted.prompt, chat)
-                room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
-                max_tokens = wanted.max_tokens or max(1, room)
-                writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
-                visit.job = Job(tokens, max_tokens, wanted.options | {"snapshot_at": snapshot_at}, writer)
-                if max_tokens > room:
-                    counts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
-                    raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({counts})")
-                async with contextlib.aclosing(self.worker.pieces(visit.job)) as pieces:
-                    async for text, reason in pieces:
-                        place.num_tokens += 1
+                visit.jobs = await asyncio.to_thread(self._jobs, wanted)
+                ended = 0
+                async with contextlib.aclosing(self.worker.pieces(visit.jobs)) as pieces:
+                    async for index, text, reason in pieces:
+                        places[index].num_tokens += 1
                         self.counts["tokens"] += 1
-                        visit.reason = reason or visit.reason
-                        yield text, reason
+                        ended += bool(reason)
+                        if ended == len(visit.jobs):
+                            visit.reason = reason
+                        yield index, text, reason
         except Busy as error:
             visit.reason = "refused"
             raise Refused(503, str(error), retry_after=error.retry_after) from None
@@ -162,17 +191,47 @@ class Server:
         finally:
             self.counts[visit.reason] += 1
 
-    def _encode(self, prompt: Any, chat: bool) -> tuple[list[int], list[int]]:
+    def _jobs(self, wanted: Wanted) -> list[Job]:
+        """What to compute for each choice."""
+        jobs: list[Job] = []
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        for index, prompt in enumerate(wanted.prompts):
+            tokens, snapshot_at = self._encode(prompt)
+            room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
+            max_tokens = wanted.max_tokens or max(1, room)
+            if max_tokens > room:
+                parts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
+                raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({parts})")
+            writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
+            jobs.append(Job(tokens, max_tokens, wanted.options | {"snapshot_at": snapshot_at}, writer, index, queue))
+        return jobs
+
+    def _encode(self, prompt: Prompt) -> tuple[list[int], list[int]]:
         """The tokens of a prompt, and the lengths from which a later one may go on."""
+        content: Any = prompt.content
         try:
-            if chat:
-                tokens = self.text.encode_chat(prompt)
-                return tokens, self.text.snapshot_at(prompt, tokens)
-            return self.text.encode(prompt) if isinstance(prompt, str) else prompt, []
+            if isinstance(content, str):
+                return self.text.encode(content, **prompt.options), []
+            if isinstance(content[0], int):
+                return content, []
+            return self.text.encode_chat(content, **prompt.options)
         except Refused:
             raise
         except Exception as error:  # a model's chat template may raise anything
             raise ValueError(f"the prompt cannot be encoded: {error}") from None
+
+    async def tokenize(self, request: Request) -> Response:
+        prompt = parse_tokenize(await self._body(request))
+        try:
+            tokens, _ = await asyncio.to_thread(self._encode, prompt)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        of_tokens = {"count": len(tokens), "max_model_len": self.context, "tokens": tokens, "token_strs": None}
+        return JSONResponse(of_tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        tokens = parse_detokenize(await self._body(request), self.text.num_tokens)
+        return JSONResponse({"prompt": await asyncio.to_thread(self.text.decode, tokens)})
 
     # -- the server itself
     async def models(self, request: Request) -> Response:
@@ -182,6 +241,9 @@ class Server:
         if request.path_params["name"] != self.model["id"]:
             raise Refused(404, f"the model here is {self.model['id']}", "model", code="model_not_found")
         return JSONResponse(self.model)
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         if not self.worker.is_open:
@@ -208,27 +270,30 @@ class Server:
 
 
 # -- answers
-async def _whole(pieces: AsyncGenerator[tuple[str, str]], answer: Answer, visit: Visit) -> dict[str, Any]:
-    parts = [piece async for piece in pieces]
-    return answer.whole("".join(text for text, _ in parts), visit.reason, _usage(visit))
+Pieces = AsyncGenerator[tuple[int, str, str]]
 
 
-async def _events(pieces: AsyncGenerator[tuple[str, str]], answer: Answer, visit: Visit) -> AsyncGenerator[str]:
-    has_begun = False
+async def _whole(pieces: Pieces, answer: Answer) -> dict[str, Any]:
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    async for index, text, reason in pieces:
+        texts[index], reasons[index] = texts.get(index, "") + text, reason
+    return answer.whole([(texts[index], reasons[index]) for index in sorted(texts)])
+
+
+async def _events(pieces: Pieces, answer: Answer) -> AsyncGenerator[str]:
+    begun: set[int] = set()
     async with contextlib.aclosing(pieces):
-        async for text, _ in pieces:
-            if not has_begun:
-                has_begun = True
-                yield answer.begin()
+        async for index, text, reason in pieces:
+            if index not in begun:
+                begun.add(index)
+                yield answer.begin(index)
             if text:
-                yield answer.text(text)
-    for last in answer.end(visit.reason, _usage(visit)):
+                yield answer.text(index, text)
+            if reason:
+                yield answer.end(index, reason)
+    for last in answer.close():
         yield last
-
-
-def _usage(visit: Visit) -> dict[str, Any]:
-    assert visit.job is not None
-    return usage(len(visit.job.tokens), visit.job.num_cached, visit.job.num_new)
 
 
 class EventResponse(StreamingResponse):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +32,16 @@ def add_options(parser: ArgumentParser) -> None:
     parser.epilog = "Ranks share a model: torchrun --nproc-per-node 2 -m pagedkv serve MODEL."
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model of transformers: a folder, or a name on huggingface.co")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, default="auto", help="of the weights (default: auto, as they are stored)")
     add_server_options(parser)
-    add("--rank-timeout", type=number(float, 1), default=600, metavar="S", help="seconds for which ranks wait for one")
+    add(
+        "--rank-timeout",
+        type=number(float, 1),
+        default=600,
+        metavar="S",
+        help="seconds for which ranks wait for one (default: %(default)s)",
+    )
 
 
 def run(**options: Any) -> int:
@@ -41,7 +51,7 @@ def run(**options: Any) -> int:
         return serve(args, load, rank)
 
 
-def load(args: Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[Any, Any]:
+def load(args: Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[Any, Any, str]:
     """Load the model that the command line names: its engine, and its conversion between text and tokens."""
     try:
         from .hugging_face import hugging_face  # imports torch
@@ -52,29 +62,73 @@ def load(args: Namespace, pool: dict[str, Any], steps: dict[str, Any]) -> tuple[
 
 def add_server_options(parser: ArgumentParser) -> None:
     """Add the options of a server of any engine."""
-    add = parser.add_argument
-    add("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0 for one that is free")
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: 127.0.0.1)")
-    add(
+    group = parser.add_argument_group("who may ask").add_argument
+    group("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s)")
+    group("--port", type=number(int, 0, 65535), default=8000, metavar="N", help="0: a free one (default: %(default)s)")
+    group(
+        "--api-key",
+        type=key,
+        default=os.environ.get("PAGEDKV_API_KEY") or None,
+        metavar="KEY",
+        help="what clients must send as `Authorization: Bearer KEY` (default: PAGEDKV_API_KEY of the environment, "
+        "which other users of this machine cannot read; else no key)",
+    )
+    group("--insecure", action="store_true", help="listen on a public address without a key")
+    group(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="one more by which clients may ask; * for any",
+        help="without a key, one more name by which clients may ask; * for any (default: those of this machine)",
     )
-    add("--context", type=number(int, 1), metavar="N", help="tokens of a prompt and its text (default: the model's)")
-    size = parser.add_mutually_exclusive_group().add_argument
-    size("--num-blocks", type=number(int, 1, 2**31 - 1), default=1024, metavar="N", help="blocks in the pool")
-    size("--memory", type=memory, metavar="M", help="2GiB, bytes, or a share of what is free, 0.8 say, in their place")
-    add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
-    add("--max-batch", type=number(int, 1), default=32, metavar="N", help="requests that run at a time")
-    add("--max-tokens", type=number(int, 1), default=512, metavar="N", help="tokens of a step")
-    add("--max-waiting", type=number(int, 0), default=128, metavar="N", help="requests that wait besides")
-    add("--max-connections", type=number(int, 1), default=512, metavar="N")
-    add("--max-body", type=number(int, 1), default=1_000_000, metavar="N", help="bytes of a request")
-    add("--swap", type=memory, metavar="M", help="host memory, 4GiB say, for requests that give their blocks back")
-    add("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
-    add("--kv-events-config", type=kv_events_config, metavar="JSON", help="publish KV events, as vLLM does with it")
+    group("--served-model-name", metavar="NAME", help="what /v1/models says (default: MODEL)")
+    of_memory = parser.add_argument_group("memory")
+    group, size = of_memory.add_argument, of_memory.add_mutually_exclusive_group().add_argument
+    group(
+        *("--context", "--max-model-len"),
+        type=number(int, 1),
+        metavar="N",
+        help="tokens of a prompt and its text (default: the model's)",
+    )
+    size(
+        "--memory",
+        type=memory,
+        metavar="M",
+        help="of the pool, states included: 2GiB, bytes, or a share of what is free once the weights are loaded, 0.8 "
+        "say (default: 0.9 on a GPU, 0.5 on a CPU, but no more than --max-batch requests of the whole context fill)",
+    )
+    size("--num-blocks", type=number(int, 1, 2**31 - 1), metavar="N", help="blocks in the pool, in place of --memory")
+    group("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block (default: %(default)s)")
+    group(
+        "--kv-dtype",
+        choices=("auto", "fp8_e4m3", "fp8_e5m2"),
+        default="auto",
+        help="of K and V in the pool (default: auto, that of the weights)",
+    )
+    group("--swap", type=memory, metavar="M", help="host memory for preempted requests (default: none)")
+    group("--no-prefix-cache", action="store_true", help="compute what prompts begin with anew for each")
+    group = parser.add_argument_group("limits").add_argument
+    for name, low, default, text in (
+        ("--max-batch", 1, 32, "requests that run at a time"),
+        ("--max-tokens", 1, 512, "tokens of a step"),
+        ("--max-waiting", 0, 128, "requests that wait besides"),
+        ("--max-connections", 1, 512, "open connections"),
+        ("--max-body", 1, 1_000_000, "bytes of a request"),
+    ):
+        group(name, type=number(int, low), default=default, metavar="N", help=f"{text} (default: %(default)s)")
+    parser.add_argument(
+        "--kv-events-config",
+        type=kv_events_config,
+        metavar="JSON",
+        help="publish KV events, as vLLM does with it (default: none)",
+    )
+
+
+def key(text: str) -> str:
+    """Check an API key, which goes through a header."""
+    if not re.fullmatch(r"[!-~]+", text):
+        raise ArgumentTypeError("must be of printable ASCII without spaces, as must PAGEDKV_API_KEY")
+    return text
 
 
 def number(kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:

@@ -46,8 +46,7 @@ def closing(status: str, error: Refused) -> bytes:
     """Write an answer after which the connection is closed."""
     body = json.dumps(error.body())
     head = [f"HTTP/1.1 {status}", "Connection: close", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-    if error.retry_after is not None:
-        head.append(f"Retry-After: {error.retry_after}")
+    head += [f"{name}: {value}" for name, value in error.headers.items()]
     return "\r\n".join([*head, "", body]).encode()
 
 

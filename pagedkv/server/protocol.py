@@ -36,7 +36,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "prompt_cache_retention": ("in_memory",),
 }
-ONLY_TEXT: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
+ONLY_TEXT: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+ONLY_TOKENS: dict[str, tuple[Any, ...]] = {"return_token_strs": (False,)}
 ONLY_CHAT: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -51,7 +52,6 @@ ONLY_CHAT: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template_kwargs": ({},),
 }
 MOST = 2**31 - 1
 
@@ -81,6 +81,13 @@ class Refused(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those that the answer needs."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -97,13 +104,28 @@ def too_long(context: int, asked: str) -> Refused:
 
 
 @dataclass
-class Wanted:
-    """A valid request.
+class Prompt:
+    """What to make tokens of.
 
     Attributes
     ----------
-    prompt : str, list of int, or list of dict
+    content : str, list of int, or list of dict
         A text, its tokens, or the messages of a chat.
+    options : dict
+        Of a text `add_special_tokens`, of messages variables of the chat template.
+    """
+
+    content: str | list[int] | list[dict[str, Any]]
+    options: dict[str, Any]
+
+
+@dataclass
+class Wanted:
+    """A valid request, with a choice for each prompt.
+
+    Attributes
+    ----------
+    prompts : list of Prompt
     max_tokens : int or None
         None for as many as fit.
     options : dict
@@ -112,12 +134,13 @@ class Wanted:
         The text ends before the first of these.
     """
 
-    prompt: Any
+    prompts: list[Prompt]
     max_tokens: int | None
     options: dict[str, Any]
     stop: list[str]
     stream: bool
     include_usage: bool
+    continuous_usage: bool
 
 
 class Fields:
@@ -136,6 +159,9 @@ class Fields:
         self._fields = {name: value for name, value in fields.items() if value is not None}
         self.owner = owner
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
     def take(self, name: str, kind: Any, what: str, default: Any = None) -> Any:
         """Take out a field and check its type; true and false are not numbers."""
         value = self._fields.pop(name, None)
@@ -153,8 +179,8 @@ class Fields:
             raise Refused(400, f"{self.owner}{name} is missing{misspelt}", f"{self.owner}{name}")
         return self.take(name, kind, what)
 
-    def flag(self, name: str) -> bool:
-        return bool(self.take(name, bool, "true or false"))
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.take(name, bool, "true or false", default))
 
     def number(self, name: str, default: Any, low: float, high: float) -> Any:
         """Take out a number and check its range."""
@@ -214,18 +240,12 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
     Refused
         A field is not as the API describes it, or asks for a missing feature.
     """
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body must be JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}")
-    fields = Fields(content)
-    prompt = _messages(fields) if chat else _prompt(fields, num_tokens)
+    fields = _fields(body)
+    prompts = [_chat(fields)] if chat else _prompts(fields, num_tokens)
     limits = [fields.whole(name, None, 1, MOST) for name in ("max_tokens", "max_completion_tokens")]
     stream = fields.flag("stream")
     wanted = Wanted(
-        prompt,
+        prompts,
         min((limit for limit in limits if limit is not None), default=None if chat else 16),
         {
             "temperature": float(fields.number("temperature", 1.0, 0, 2)),
@@ -233,7 +253,7 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
             "top_k": max(0, fields.whole("top_k", 0, -1, MOST)),  # -1 is vLLM's name for all
             "min_p": float(fields.number("min_p", 0.0, 0, 1)),
             "repetition_penalty": float(fields.number("repetition_penalty", 1.0, 0.01, 100)),
-            "seed": fields.whole("seed", None, 0, 2**63 - 1),
+            "seed": _seed(fields),
             "min_tokens": fields.whole("min_tokens", 0, 0, MOST),
             "stop_token_ids": _ids(fields, num_tokens),
             "ignore_eos": fields.flag("ignore_eos"),
@@ -242,22 +262,60 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
         },
         _stop(fields),
         stream,
-        _include_usage(fields, stream),
+        *_usage_options(fields, stream),
     )
     fields.end(ONLY | (ONLY_CHAT if chat else ONLY_TEXT), HARMLESS)
     return wanted
 
 
-def _include_usage(fields: Fields, stream: bool) -> bool:
+def parse_tokenize(body: bytes) -> Prompt:
+    """Read a request to /tokenize: what to make tokens of. It raises what `parse` raises."""
+    fields = _fields(body)
+    is_chat = "messages" in fields
+    prompt = _chat(fields) if is_chat else Prompt(fields.need("prompt", str, "a text"), _special_tokens(fields))
+    fields.end(ONLY_TOKENS | (ONLY_CHAT if is_chat else {}), HARMLESS)
+    return prompt
+
+
+def parse_detokenize(body: bytes, num_tokens: int) -> list[int]:
+    """Read a request to /detokenize: the tokens. It raises what `parse` raises."""
+    fields = _fields(body)
+    tokens = fields.need("tokens", list, "a list of tokens")
+    if not all(type(token) is int and 0 <= token < num_tokens for token in tokens):
+        raise Refused(400, f"tokens must be whole numbers from 0 to {num_tokens - 1}", "tokens")
+    fields.end({}, HARMLESS)
+    return tokens
+
+
+def _fields(body: bytes) -> Fields:
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body must be JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}")
+    return Fields(content)
+
+
+def _seed(fields: Fields) -> int | None:
+    seed = fields.whole("seed", None, -1, 2**63 - 1)
+    return None if seed == -1 else seed  # vLLM's word for none
+
+
+def _usage_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
+    """Whether the last event of a stream reports the usage, and whether each of them does."""
     given = fields.take("stream_options", dict, "an object")
     if given is None:
-        return False
+        return False, False
     if not stream:
         raise Refused(400, "stream_options is for requests with stream: true: leave it out", "stream_options")
     options = Fields(given, "stream_options.")
-    include_usage = options.flag("include_usage")
-    options.end({"include_obfuscation": (False,), "continuous_usage_stats": (False,)}, {})
-    return include_usage
+    include_usage, continuous_usage = options.flag("include_usage"), options.flag("continuous_usage_stats")
+    if continuous_usage and not include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise Refused(400, f"{name} is for requests with include_usage: true beside it: leave it out", name)
+    options.end({"include_obfuscation": (False,)}, {})
+    return include_usage, continuous_usage
 
 
 def _stop(fields: Fields) -> list[str]:
@@ -284,18 +342,28 @@ def _salt(fields: Fields) -> str | None:
     return salt
 
 
-def _prompt(fields: Fields, num_tokens: int) -> str | list[int]:
-    what = "one text of at least one character, or its tokens"
+def _prompts(fields: Fields, num_tokens: int) -> list[Prompt]:
+    """Read one prompt or a list of them, each a text or its tokens."""
+    what = "a text of at least one character, its tokens, or a list of such prompts"
     prompt = fields.need("prompt", str | list, what)
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]  # a batch of one
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        if not all(0 <= token < num_tokens for token in prompt):
+    options = _special_tokens(fields)
+    is_list = isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt)
+    prompts = prompt if is_list else [prompt]
+    for one in prompts:
+        is_tokens = isinstance(one, list) and all(type(token) is int for token in one)
+        if not one or not (isinstance(one, str) or is_tokens):
+            raise fields.wrong("prompt", what, prompt)
+        if is_tokens and not all(0 <= token < num_tokens for token in one):
             raise Refused(400, f"prompt must have tokens from 0 to {num_tokens - 1}", "prompt")
-        return prompt
-    raise fields.wrong("prompt", what, prompt)
+    return [Prompt(one, options if isinstance(one, str) else {}) for one in prompts]
+
+
+def _special_tokens(fields: Fields) -> dict[str, Any]:
+    return {"add_special_tokens": fields.flag("add_special_tokens", True)}
+
+
+def _chat(fields: Fields) -> Prompt:
+    return Prompt(_messages(fields), fields.take("chat_template_kwargs", dict, "an object", {}))
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Visits: a check of the host name and a line of the log for each request."""
+"""Visits: a check of the host name and of the key, and a line of the log, for each request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
+from hmac import compare_digest
 from typing import Any
 from urllib.parse import quote
 
@@ -15,10 +17,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from .protocol import Refused
-from .worker import Job
+from .worker import Job, counts
 
 LOG = logging.getLogger("pagedkv.serve")
-POLLED = {"/health", "/metrics", "/status/pool"}  # polled routes, which are not logged
+POLLED = {"/health", "/ping", "/metrics", "/status/pool"}  # polled routes, which are not logged
+OPEN = {"/health", "/ping"}  # routes that need no key
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:@/\[\]]+)(:[0-9]*)?")
 
 
@@ -30,22 +33,22 @@ class Visit:
     ----------
     id : str
         The id of the answer.
-    job : Job or None
-        None until the prompt is converted to tokens.
+    jobs : list of Job
+        One for each choice; empty until the prompts are converted to tokens.
     status : int
         The HTTP status.
     reason : str
-        Why the text ended.
+        Why the last text ended.
     """
 
     id: str = "-"
-    job: Job | None = None
+    jobs: list[Job] = field(default_factory=list)
     status: int = 500
     reason: str = "-"
 
     def line(self, client: str, route: str, seconds: float) -> str:
-        job = self.job
-        tokens = f"in={len(job.tokens)} cached={job.num_cached} out={job.num_new}" if job else "in=- cached=- out=-"
+        num_in, num_cached, num_out = counts(self.jobs) if self.jobs else "---"
+        tokens = f"in={num_in} cached={num_cached} out={num_out}"
         return (
             f"id={self.id} client={client} route={route} status={self.status} {tokens} seconds={seconds:.3f} "
             f"reason={self.reason}"
@@ -53,7 +56,7 @@ class Visit:
 
 
 class Visits:
-    """Middleware that refuses requests for unknown host names, and logs all requests.
+    """Middleware that refuses requests for unknown host names or without the key, and logs all requests.
 
     So a page of another site cannot reach the server through a name of its own for this machine (DNS rebinding).
 
@@ -63,10 +66,13 @@ class Visits:
         The ASGI application.
     names : iterable of str
         Host names without a port; "*" for any.
+    key : str or None
+        What clients have to send.
     """
 
-    def __init__(self, app: Any, names: Iterable[str]) -> None:
+    def __init__(self, app: Any, names: Iterable[str], key: str | None = None) -> None:
         self._app, self._names = app, {name.lower().strip("[]") for name in names}
+        self._digest = None if key is None else _digest(key)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -81,7 +87,11 @@ class Visits:
             await send(message)
 
         try:
-            app = self._app if self._is_named(Headers(scope=scope).get("host", "")) else refusal(STRANGER)
+            headers, app = Headers(scope=scope), self._app
+            if not self._is_named(headers.get("host", "")):
+                app = refusal(STRANGER)
+            elif scope["path"] not in OPEN and not self._has_key(headers.get("authorization", "")):
+                app = refusal(LOCKED_OUT)
             await app(scope, receive, sent)
         finally:
             if scope["path"] not in POLLED:
@@ -92,11 +102,24 @@ class Visits:
         found = HOST.fullmatch(host.lower())
         return "*" in self._names or (found is not None and found[1].strip("[]") in self._names)
 
+    def _has_key(self, authorization: str) -> bool:
+        if self._digest is None:
+            return True
+        scheme, _, key = authorization.partition(" ")
+        return scheme.lower() == "bearer" and compare_digest(_digest(key.strip()), self._digest)
+
+
+def _digest(key: str) -> bytes:
+    """Hash a key, so that the time of a comparison does not tell its length either."""
+    return sha256(key.encode()).digest()
+
 
 STRANGER = Refused(400, "this server has another name: start it with --allowed-host and the one in your address")
+LOCKED_OUT = Refused(
+    401, "the key is missing or wrong: send that of this server as Authorization: Bearer KEY", code="invalid_api_key"
+)
 
 
 def refusal(error: Refused) -> Response:
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     # In ASCII, since a quoted name may contain half a surrogate pair, which UTF-8 cannot encode.
-    return Response(json.dumps(error.body()), error.status, headers, "application/json")
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")

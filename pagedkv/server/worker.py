@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -91,7 +91,7 @@ class Engine(Protocol):
 
 @dataclass(eq=False)
 class Job:
-    """A request: what to compute, and the queue in which its text comes back.
+    """A text of a request: what to compute, and the queue in which the texts of the request come back.
 
     Attributes
     ----------
@@ -99,8 +99,10 @@ class Job:
         Arguments of `Engine.add`.
     writer : Writer
         Makes the text, on the worker's thread.
+    index : int
+        The number of the text among those of its request.
     pieces : asyncio.Queue
-        Gets a (text, reason) for each token, or the exception that ended the request.
+        Gets a (job, (text, reason)) for each token, or (job, the exception that ended the request).
     request : int
         The engine's number for it, which only the worker uses; -1 before it has one.
     num_cached, num_new : int
@@ -111,7 +113,8 @@ class Job:
     max_tokens: int
     options: dict[str, Any]
     writer: Writer
-    pieces: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    index: int
+    pieces: asyncio.Queue[Any]
     request: int = -1
     num_cached: int = 0
     num_new: int = 0
@@ -125,6 +128,11 @@ class Job:
             return self.writer.push(sampled.token, sampled.reason)
         except Exception as error:  # a tokenizer may raise anything
             return RuntimeError(f"the text cannot be decoded: {type(error).__name__}: {error}")
+
+
+def counts(jobs: Sequence[Job]) -> tuple[int, int, int]:
+    """The tokens of the prompts of jobs, those of them that the prefix cache had, and generated ones."""
+    return sum(len(job.tokens) for job in jobs), sum(job.num_cached for job in jobs), sum(job.num_new for job in jobs)
 
 
 class Worker:
@@ -164,8 +172,10 @@ class Worker:
         self._inbox.put((self._end, None))
         await asyncio.to_thread(self._thread.join)
 
-    async def pieces(self, job: Job) -> AsyncGenerator[tuple[str, str]]:
-        """Yield the text of a job token by token, and the reason for its end; leaving the loop early aborts it.
+    async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, str, str]]:
+        """Yield the texts of jobs token by token: index, text, and the reason for its end, or "".
+
+        The jobs share their queue. Leaving the loop early aborts those that have not ended, as does an error of one.
 
         Raises
         ------
@@ -178,19 +188,23 @@ class Worker:
         """
         if not self.is_open:
             raise Busy(SHUTTING_DOWN, 1)
-        self._open.add(job)
-        self._inbox.put((self._add, job))
-        is_done = False
+        self._open.update(jobs)
+        left = {*jobs}
+        for job in jobs:
+            self._inbox.put((self._add, job))
         try:
-            while not is_done:
-                piece = await job.pieces.get()
-                is_done = isinstance(piece, Exception) or bool(piece[1])
+            while left:
+                job, piece = await jobs[0].pieces.get()
                 if isinstance(piece, Exception):
+                    left.discard(job)
                     raise piece
-                yield piece
+                text, reason = piece
+                if reason:
+                    left.discard(job)
+                yield job.index, text, reason
         finally:
-            self._open.discard(job)
-            if not is_done:
+            self._open.difference_update(jobs)
+            for job in left:
                 self._inbox.put((self._abort, job))
 
     async def look(self, at: Callable[[Engine], Any]) -> Any:
@@ -215,7 +229,7 @@ class Worker:
 
     def _deliver(self, pieces: list[tuple[Job, Any]]) -> None:
         for job, piece in pieces:
-            job.pieces.put_nowait(piece)
+            job.pieces.put_nowait((job, piece))
 
     def _answer(self, answer: asyncio.Future[Any], result: Any) -> None:
         if answer.done():  # the caller has left

@@ -1,5 +1,6 @@
 """A server in this process, of the small model of the examples unless another is named, and clients of it."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -25,6 +26,11 @@ from transformer import load  # noqa: E402
 
 TOKENIZER = load()[1]
 SIZES = ["--context", "1024", "--num-blocks", "512", "--max-tokens", "128"]
+
+
+def port_of(process):
+    """The port that a process says it listens on."""
+    return int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
 
 
 def built(*words):
@@ -59,6 +65,24 @@ def running(args, server):
         finally:
             over_http.should_exit = True
             thread.join()
+
+
+def answered(app, path, **headers):
+    """Status, headers and body of the answer of an application to GET, without a server around it."""
+    head = {"host": "localhost"} | headers
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "client": None, "state": {}}
+    scope["headers"] = [(name.encode(), value.encode("latin-1")) for name, value in head.items() if value]
+    sent = []
+
+    async def receive():
+        return {"type": "http.request"}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    first, *rest = sent
+    return first["status"], dict(first["headers"]), b"".join(message["body"] for message in rest)
 
 
 def wait_until(condition, seconds=60, pause=0.01):

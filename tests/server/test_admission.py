@@ -21,9 +21,9 @@ def lost(num_clients, seconds, num_tokens, max_tokens):
     while moments:
         now, client, what, tries = heapq.heappop(moments)
         if what == "come":
-            room = admission.place(max_tokens)
+            room = admission.places(1, max_tokens)
             try:
-                places[client] = room, room.__enter__()
+                places[client] = room, *room.__enter__()
                 waiting.append(client)
             except Busy as busy:
                 told.append(busy.retry_after)
@@ -56,8 +56,20 @@ def test_nearly_all_clients_of_openai_get_an_answer(seconds, max_tokens):
 def test_a_place_is_free_again_after_an_error():
     admission = Admission(1, 1)
     for _ in range(3):
-        with suppress(KeyError), admission.place(5):
+        with suppress(KeyError), admission.places(1, 5):
             with pytest.raises(Busy, match="try again later"):
-                admission.place(5).__enter__()
+                admission.places(1, 5).__enter__()
             raise KeyError
+    assert not len(admission)
+
+
+def test_a_request_gets_all_its_places_or_none():
+    admission = Admission(3, 1)
+    with admission.places(2, 5) as places:
+        assert (len(places), len(admission)) == (2, 2)
+        with pytest.raises(Busy, match="try again later"):
+            admission.places(2, 5).__enter__()
+        assert len(admission) == 2
+    with pytest.raises(ValueError, match="a request may ask for 3 texts on this server, got 4"):
+        admission.places(4, 5).__enter__()
     assert not len(admission)

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import pagedkv
 from pagedkv import PagedKVCache
 
 from .serving import EXAMPLES, TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
@@ -42,7 +43,7 @@ def requests(count, length, max_tokens):
 
 
 def engine_of(pool, max_num_seqs):
-    engine, _ = small(parse(["--context", "1024"]), pool, {"max_num_seqs": max_num_seqs, "swap": None})
+    engine, *_ = small(parse(["--context", "1024"]), pool, {"max_num_seqs": max_num_seqs, "swap": None})
     return engine
 
 
@@ -139,6 +140,69 @@ def test_chats_stops_and_usage(shared):
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
+def test_several_prompts_get_a_choice_each(shared):
+    prompts = ["def main(", [*PROMPT[:20]], "class"]
+    alone = [complete(shared.port, prompt, temperature=0, max_tokens=5) for prompt in prompts]
+    asked = {"prompt": prompts, "temperature": 0, "max_tokens": 5}
+    answer = json.loads(ask(shared.port, asked)[2])
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == alone
+    assert answer["usage"]["completion_tokens"] == 15
+    assert answer["usage"]["prompt_tokens"] == sum(
+        len(TOKENIZER.encode(x)) if isinstance(x, str) else 20 for x in prompts
+    )
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    events = re.findall(rb"data: (.*)\n\n", ask(shared.port, asked | {"stream": True, "stream_options": usage})[2])
+    *chunks, last = map(json.loads, events[:-1])
+    texts, reasons = [""] * 3, [[] for _ in prompts]
+    for [choice] in (chunk["choices"] for chunk in chunks):
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]].append(choice["finish_reason"])
+    assert [(text, reason[-1]) for text, reason in zip(texts, reasons, strict=True)] == alone
+    assert not any(any(reason[:-1]) for reason in reasons)
+    assert last["usage"]["total_tokens"] == answer["usage"]["total_tokens"]
+    counted = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counted == sorted(counted)
+    assert counted[0] > 0
+
+
+def test_a_client_that_leaves_ends_all_its_texts(shared):
+    before = aborted(shared)
+    with held(shared, after=2) as is_held:
+        connection = begin(shared.port, prompt=["x", "y", "z"], max_tokens=100, ignore_eos=True)
+        assert is_held()
+        assert shared.engine.scheduler.num_running == 3
+        connection.close()
+        wait_until(lambda: aborted(shared) == before + 1)
+    wait_until(lambda: not shared.engine.scheduler.num_running)
+
+
+def test_texts_and_tokens_are_converted(shared):
+    def asked(path, **fields):
+        status, _, body = ask(shared.port, fields, path)
+        return json.loads(body) if status == 200 else (status, json.loads(body)["error"]["message"])
+
+    tokens = TOKENIZER.encode("def é")
+    of_tokens = {"count": len(tokens), "max_model_len": 1024, "tokens": tokens, "token_strs": None}
+    assert asked("/tokenize", prompt="def é", model="any") == of_tokens
+    assert asked("/detokenize", tokens=tokens) == {"prompt": "def é"}
+    chat = asked("/tokenize", messages=[{"role": "user", "content": "def"}])
+    assert asked("/detokenize", tokens=chat["tokens"]) == {"prompt": "\n\n\n# user: def\n"}
+    for path, fields, words in [
+        ("/tokenize", {}, "prompt is missing"),
+        ("/tokenize", {"prompt": ["x"]}, 'prompt must be a text, got ["x"]'),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs is not supported by this server"),
+        ("/tokenize", {"prompt": "\ud800"}, "the prompt cannot be encoded"),
+        ("/detokenize", {}, "tokens is missing"),
+        ("/detokenize", {"tokens": [1024]}, "tokens must be whole numbers from 0 to 1023"),
+        ("/detokenize", {"tokens": [True]}, "tokens must be whole numbers from 0 to 1023"),
+        ("/detokenize", {"tokens": "x"}, "tokens must be a list of tokens"),
+    ]:
+        status, message = asked(path, **fields)
+        assert status == 400
+        assert message.startswith(words)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -147,8 +211,12 @@ def test_chats_stops_and_usage(shared):
         (b"\xff", 400, "the body must be JSON"),
         ([], 400, "the body must be a JSON object, got list"),
         ({"prompt": "x" * 10_000_000}, 413, "the body must be of at most 1000000 bytes"),
-        ({"prompt": ""}, 400, "prompt must be one text of at least one character"),
-        ({"prompt": ["a", "b"]}, 400, "prompt must be one text"),
+        ({"prompt": ""}, 400, "prompt must be a text of at least one character"),
+        ({"prompt": ["a", ""]}, 400, "prompt must be a text of at least one character, its tokens, or a list"),
+        ({"prompt": ["a", [5, 1024]]}, 400, "prompt must have tokens from 0 to 1023"),
+        ({"prompt": ["a", 5]}, 400, "prompt must be a text"),
+        ({"prompt": []}, 400, "prompt must be a text"),
+        ({"prompt": ["x"] * 137}, 400, "a request may ask for 136 texts on this server, got 137"),
         ({"prompt": [5, 1024]}, 400, "prompt must have tokens from 0 to 1023"),
         ({"prompt": "\ud800"}, 400, "the prompt cannot be encoded"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be a whole number from 1 to"),
@@ -187,11 +255,11 @@ def test_a_chat_without_max_tokens_gets_what_the_pool_has_room_for(capsys):
         with ThreadPoolExecutor(1) as clients, held(server) as is_held:
             answer = clients.submit(ask, server.port, chat, "/v1/chat/completions")
             assert is_held()
-            [place] = server.server.admission._places
+            [place] = server.server.admission._places  # what Retry-After counts
         status, _, body = answer.result()
     assert (status, json.loads(body)["usage"]["total_tokens"], place.max_tokens) == (200, 49, 48)
-    assert capsys.readouterr().err == (
-        "a prompt and its text may have 48 tokens, since the pool has no room for the 1024 of the context: give more "
+    assert capsys.readouterr().err.endswith(
+        "\na prompt and its text may have 48 tokens, since the pool has no room for the 1024 of the context: give more "
         "--num-blocks or --memory\n"
     )
 
@@ -323,7 +391,9 @@ def test_the_server_says_what_it_does(shared):
     assert pool["pool"].count("<svg") == 1
     assert pool["now"].startswith("0 run, 0 wait")
     assert b'fetch("/status/pool")' in ask(shared.port, None, "/", "GET")[2]
-    assert json.loads(ask(shared.port, None, "/health", "GET")[2]) == {"status": "ok"}
+    for path, method in (("/health", "GET"), ("/ping", "GET"), ("/ping", "POST")):
+        assert json.loads(ask(shared.port, None, path, method)[2]) == {"status": "ok"}
+    assert json.loads(ask(shared.port, None, "/version", "GET")[2]) == {"version": pagedkv.__version__}
     [model] = json.loads(ask(shared.port, None, "/v1/models", "GET")[2])["data"]
     assert (model["id"], type(model["created"])) == ("small", int)
     assert json.loads(ask(shared.port, None, "/v1/models/small", "GET")[2]) == model
@@ -382,9 +452,16 @@ def test_a_model_of_transformers(tmp_path):
             (content.replace("content", "role"), chat, 8),  # a system
             (content, [chat[0] | calls], "the model's chat template has no place for tool_calls"),
             ("<{{ messages[0]['tool_calls'][0]['function']['name'] }}>", [chat[0] | calls], 3),
+            ("{{ 'thinking' if enable_thinking else '' }}", chat, 8),
+            ("{{ 'thinking' }}", chat, "no place for enable_thinking of chat_template_kwargs"),
+            ("{{ tokenize }}", chat, "no place for tokenize of chat_template_kwargs"),
         ]:
             server.server.text._tokenizer.chat_template = template
-            status, _, body = ask(server.port, {"messages": messages, "max_tokens": 3}, "/v1/chat/completions")
+            asked = {"messages": messages, "max_tokens": 3}
+            if template and (variable := re.search("thinking|tokenize", template)):
+                name = variable[0].replace("thinking", "enable_thinking")
+                asked["chat_template_kwargs"] = {name: True}
+            status, _, body = ask(server.port, asked, "/v1/chat/completions")
             if isinstance(expected, int):
                 assert json.loads(body)["usage"]["prompt_tokens"] == expected
             else:

@@ -1,5 +1,6 @@
 """The command line of the server: Ctrl-C, and errors in one line."""
 
+import json
 import os
 import re
 import signal
@@ -10,12 +11,13 @@ import sys
 import numpy as np
 import pytest
 
+from pagedkv import PagedKVCache
 from pagedkv.__main__ import main
 from pagedkv.cpu import threads
-from pagedkv.server.serve import build, names
-from pagedkv.server.visits import Visits
+from pagedkv.memory.device.arrays import Arrays
+from pagedkv.server.serve import build, pool_in_words, require_key
 
-from .serving import EXAMPLES, ask, begin, built, complete, wait_until
+from .serving import EXAMPLES, answered, ask, begin, built, complete, port_of, wait_until
 
 import serve  # isort: skip
 
@@ -26,7 +28,7 @@ PATH = os.pathsep.join([str(EXAMPLES), *sys.path])
 def test_from_the_command_line_until_ctrl_c():
     command = [sys.executable, "-W", "error", str(EXAMPLES / "serve.py"), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+        port = port_of(process)
         assert complete(port, "def main(", max_tokens=2)[1] == "length"
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -50,7 +52,7 @@ serve.serve(serve.parse(), serve.small)
     }
     with subprocess.Popen(command, **pipes) as process:
         try:
-            port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+            port = port_of(process)
             with begin(port, prompt="x", stream=True):
                 assert process.stdout.readline() == "a step\n"
                 process.send_signal(signal.SIGINT)
@@ -73,20 +75,126 @@ serve.serve(serve.parse(), serve.small)
             ["b.example"],
         ),
         (["--allowed-host", "*"], ["b.example"], []),
+        (["--api-key", "mine"], ["b.example"], []),  # who has the key is no page of another site
     ],
 )
 def test_the_names_by_which_it_may_be_asked(words, own, others):
-    args = serve.parse(words)
-    visits = Visits(None, names(args))
-    assert all(map(visits._is_named, own))
-    assert not any(
-        map(visits._is_named, [*others, "", "localhost.a.example", "x@localhost"] if "*" not in words else others)
-    )
+    app = built(*words).app()
+    # With a key, 401 comes after the name was right.
+    assert {answered(app, "/v1/models", host=name)[0] for name in own} <= {200, 401}
+    strange = [*others, "", "localhost.a.example", "x@localhost"] if others else []
+    assert {answered(app, "/v1/models", host=name)[0] for name in strange} <= {400}
+
+
+ROUTES = ["/", "/metrics", "/status/pool", "/v1/models", "/version", "/nosuch"]
+ROUTES += ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_with_a_key_only_health_and_ping_answer_without_it(monkeypatch, way):
+    if way == "environment":
+        monkeypatch.setenv("PAGEDKV_API_KEY", "of/mine=")
+    app = built(*(["--api-key", "of/mine="] if way == "option" else [])).app()
+    assert [answered(app, path)[0] for path in ("/health", "/ping")] == [200, 200]
+    others = ("", "of/mine=", "Bearer", "Bearer ", "Bearer of/mine", "Bearer of/mine==", "Basic of/mine=", "Bearer é")
+    for wrong in others:
+        answers = [answered(app, path, authorization=wrong) for path in ROUTES]
+        assert {status for status, *_ in answers} == {401}
+    _, headers, body = answers[-1]
+    assert (headers[b"www-authenticate"], json.loads(body)["error"]["code"]) == (b"Bearer", "invalid_api_key")
+    for right in ("Bearer of/mine=", "bearer of/mine=", "BEARER  of/mine="):
+        assert answered(app, "/v1/models", authorization=right)[0] == 200
+
+
+def test_the_key_of_the_command_line_goes_before_that_of_the_environment(monkeypatch):
+    monkeypatch.setenv("PAGEDKV_API_KEY", "other")
+    assert serve.parse(["--api-key", "mine"]).api_key == "mine"
+    monkeypatch.setenv("PAGEDKV_API_KEY", "")
+    assert serve.parse([]).api_key is None
+
+
+def test_a_key_that_no_header_can_have_is_refused(monkeypatch, capsys):
+    for words, environment in [(["--api-key", ""], None), (["--api-key", "a b"], None), ([], "ä")]:
+        if environment:
+            monkeypatch.setenv("PAGEDKV_API_KEY", environment)
+        with pytest.raises(SystemExit, match=r"^2$"):
+            serve.parse(words)
+        assert (
+            "--api-key: must be of printable ASCII without spaces, as must PAGEDKV_API_KEY" in capsys.readouterr().err
+        )
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_a_public_address_needs_a_key(monkeypatch, host):
+    for command in (lambda words: serve.serve(serve.parse(words), None), lambda words: main(["serve", "x", *words])):
+        with pytest.raises(
+            SystemExit, match=rf"^--host {host} is open to others: give clients a key by PAGEDKV_API_KEY"
+        ):
+            command(["--host", host])
+    for words in (["--api-key", "mine"], ["--insecure"]):
+        require_key(serve.parse(["--host", host, *words]))
+    monkeypatch.setenv("PAGEDKV_API_KEY", "mine")
+    require_key(serve.parse(["--host", host]))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_an_address_of_this_machine_needs_none(host):
+    require_key(serve.parse(["--host", host]))
 
 
 @pytest.mark.parametrize(("memory", "num_blocks"), [("1MiB", 25), ("500000", 12)])
 def test_a_pool_of_so_much_memory(memory, num_blocks):
     assert built("--memory", memory).worker.engine.cache.stats().free == num_blocks
+
+
+def test_it_says_at_start_what_it_computes_with(capsys):
+    built("--num-blocks", "64", "--kv-dtype", "fp8_e4m3")
+    said = "the small model in float32 on the CPU; context of 256 tokens; pool of 1,024 tokens in 64 blocks, 0.6 MiB\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"windows": [4, 4, None]},
+            "at least 8 tokens in 8 blocks, 0.0 MiB; layers: 1 without a window, 2 of window 4",
+        ),
+        (
+            {"states": {"x": ((1024,), "float32")}, "state_memory": "1MiB"},
+            "32 tokens in 8 blocks, 0.0 MiB; 256 states of other layers, 1.0 MiB",
+        ),
+    ],
+)
+def test_it_says_which_layers_have_windows_or_states(options, said):
+    assert pool_in_words(PagedKVCache(3, 8, 4, 1, 8, **options)) == f"pool of {said}"
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen3_5"])
+def folder(request, tmp_path_factory):
+    """A model of transformers, and its tokenizer."""
+    pytest.importorskip("transformers")
+    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
+    from ..integrations.transformers.models import make_model
+
+    folder = tmp_path_factory.mktemp(request.param)
+    make_model(request.param, vocab_size=256, eos_token_id=None).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_by_default_a_model_gets_half_of_what_is_free_if_its_requests_can_fill_it(folder, monkeypatch, capsys):
+    options = ["--max-batch", "3", "--max-model-len", "64", "--dtype", "bfloat16", "--served-model-name", "mine"]
+    server = built(folder, *options)
+    cache, stats = server.worker.engine.cache, server.worker.engine.cache.stats()
+    assert (cache.max_seq_len, cache.max_seqs, server.model["id"]) == (64, 3, "mine")
+    assert 3 * 64 <= stats.num_blocks * 16 <= 6 * 64
+    assert stats.num_states in (0, 4, 5, 6)
+    assert "ForCausalLM in bfloat16 on cpu; context of 64 tokens; pool of " in capsys.readouterr().err
+    num_bytes = stats.num_bytes + stats.state_bytes
+    monkeypatch.setattr(Arrays, "free_bytes", lambda _: num_bytes)
+    half = built(folder, *options).worker.engine.cache.stats()
+    assert num_bytes / 4 < half.num_bytes + half.state_bytes <= num_bytes / 2
 
 
 def test_host_memory_for_requests_that_give_their_blocks_back():

@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import re
 import select
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from pagedkv.server import connections
 from pagedkv.server.connections import OTHER_FILES, room_for_connections
 
-from .serving import EXAMPLES, ask, begin, held, serving, wait_until
+from .serving import EXAMPLES, ask, begin, held, port_of, serving, wait_until
 
 
 def ask_refused(port):
@@ -67,7 +66,7 @@ def test_idle_connections_do_not_take_all_files():
     options = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
-            port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+            port = port_of(process)
             with contextlib.ExitStack() as stack:
                 for _ in range(300):
                     stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
@@ -76,7 +75,7 @@ def test_idle_connections_do_not_take_all_files():
         finally:
             process.terminate()
         _, errors = process.communicate(timeout=60)
-    assert errors == "at most 32 connections, for this process can have few files open: ulimit -n\n"
+    assert errors.endswith("\nat most 32 connections, for this process can have few files open: ulimit -n\n")
 
 
 def test_a_limit_of_files_that_cannot_be_raised(monkeypatch):

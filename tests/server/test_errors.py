@@ -107,17 +107,17 @@ class Held:
     def __init__(self, method):
         self._method, self.begun, self.go = method, threading.Event(), threading.Event()
 
-    def __call__(self, *args):
+    def __call__(self, *args, **options):
         self.begun.set()
         assert self.go.wait(60)
-        return self._method(*args)
+        return self._method(*args, **options)
 
 
 @pytest.mark.parametrize(("owner", "name"), [("text", "encode"), ("text", "encode_chat"), ("decoder", "push")])
 def test_texts_and_tokens_are_made_aside_of_the_event_loop(shared, monkeypatch, owner, name):
     owner = SmallDecoder if owner == "decoder" else type(shared.server.text)
     slow = Held(getattr(owner, name))
-    monkeypatch.setattr(owner, name, lambda *args: slow(*args))
+    monkeypatch.setattr(owner, name, lambda *args, **options: slow(*args, **options))
     chat = {"messages": [{"role": "user", "content": "x"}]} if name == "encode_chat" else {"prompt": "x"}
     path = "/v1/chat/completions" if name == "encode_chat" else "/v1/completions"
     with ThreadPoolExecutor(1) as clients:

@@ -18,7 +18,8 @@ def parsed(chat=False, **fields):
 
 
 def said(*messages):
-    return parsed(chat=True, messages=list(messages)).prompt
+    [prompt] = parsed(chat=True, messages=list(messages)).prompts
+    return prompt.content
 
 
 HONOURED = {
@@ -34,6 +35,28 @@ def test_what_is_honoured_goes_to_the_engine(chat):
     assert (wanted.stop, wanted.max_tokens) == (["y"], 5)
     assert parsed(chat).options.keys() == wanted.options.keys()
     assert parsed(chat, top_k=-1).options["top_k"] == 0
+    assert parsed(chat, seed=-1) == parsed(chat)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "contents"),
+    [
+        ("x", ["x"]),
+        ([5, 6], [[5, 6]]),
+        (["x", "y"], ["x", "y"]),
+        ([[5], "x", [6, 7]], [[5], "x", [6, 7]]),
+    ],
+)
+def test_a_prompt_may_be_several(prompt, contents):
+    assert [one.content for one in parsed(prompt=prompt).prompts] == contents
+
+
+def test_options_of_what_makes_tokens_go_to_it():
+    assert [one.options for one in parsed(prompt=["x", [5]]).prompts] == [{"add_special_tokens": True}, {}]
+    [prompt] = parsed(add_special_tokens=False).prompts
+    assert prompt.options == {"add_special_tokens": False}
+    [prompt] = parsed(chat=True, chat_template_kwargs={"enable_thinking": False}).prompts
+    assert prompt.options == {"enable_thinking": False}
 
 
 # Of OpenAI's and vLLM's APIs: what asks for something that is not here.
@@ -48,13 +71,13 @@ ASKING = {
     **{"service_tier": "flex", "prompt_cache_retention": "24h", "max_new_tokens": 3, "max_tokenz": 3},
     **{"continuous_usage_stats": True, "top_logprobs": 3, "priorty": 1, "num_beams": 1, "regex": "a"},
 }
-ASKING_TEXT = {"echo": True, "suffix": "x", "logprobs": 0, "add_special_tokens": False, "prompt_embeds": "x"}
+ASKING_TEXT = {"echo": True, "suffix": "x", "logprobs": 0, "prompt_embeds": "x"}
 ASKING_CHAT = {
     **{"logprobs": True, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
     **{"functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {}},
     **{"prediction": {}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low", "store": True},
     **{"add_special_tokens": True, "add_generation_prompt": False, "continue_final_message": True},
-    **{"chat_template": "x", "chat_template_kwargs": {"x": 1}, "documents": [], "mm_processor_kwargs": {}},
+    **{"chat_template": "x", "documents": [], "mm_processor_kwargs": {}},
     **{"include_reasoning": False, "thinking_token_budget": 5, "prompt": "x", "reasoning": {}},
 }
 
@@ -95,7 +118,14 @@ def test_what_asks_for_nothing_is_taken(chat):
         ({"stop_token_ids": list(range(6))}, "stop_token_ids must be a list of up to 5 tokens"),
         ({"cache_salt": ""}, "cache_salt must be a text of at least one character"),
         ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+        ({"add_special_tokens": 1}, "add_special_tokens must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options is for requests with stream: true: leave it out"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            r"stream_options\.continuous_usage_stats is for requests with include_usage: true beside it: leave it out",
+        ),
+        ({"seed": -2}, "seed must be a whole number from -1 to"),
+        ({"best_of": 2}, "best_of must be 1 on this server, got 2: leave it out"),
         ({"stream": True, "stream_options": {"x": 1}}, r"stream_options\.x is not supported by this server"),
         (
             {"stream": True, "stream_options": {"include_obfuscation": True}},
@@ -120,6 +150,18 @@ def test_values_that_cannot_be_are_named(fields, words):
 def test_a_field_that_is_missing_is_named_and_what_may_be_meant_for_it(fields, chat, words):
     with pytest.raises(Refused, match=f"^{words}$"):
         parse(json.dumps(fields).encode(), chat=chat, num_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported by this server: leave"),
+        ({"chat_template_kwargs": "x"}, 'chat_template_kwargs must be an object, got "x"'),
+    ],
+)
+def test_values_that_a_chat_cannot_have_are_named(fields, words):
+    with pytest.raises(Refused, match=f"^{words}"):
+        parsed(chat=True, **fields)
 
 
 def test_messages_must_be_texts():

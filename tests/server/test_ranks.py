@@ -11,7 +11,7 @@ import pytest
 
 from ..integrations.transformers.byte_tokenizer import byte_tokenizer
 from ..integrations.transformers.models import make_model
-from .serving import begin, complete, serving, wait_until
+from .serving import begin, complete, port_of, serving, wait_until
 
 psutil = pytest.importorskip("psutil", reason="accelerate is not installed, which brings psutil")
 pytestmark = pytest.mark.long  # each imports torch in three processes
@@ -33,11 +33,22 @@ def folder(tmp_path_factory):
 def torchrun(folder, num_ranks=2):
     """Run the server on ranks: its port, the process of torchrun, and those of the ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
-    command += ["-m", "pagedkv", "serve", str(folder), "--port", "0", "--rank-timeout", str(TIMEOUT)]
+    command += [
+        "-m",
+        "pagedkv",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--num-blocks",
+        "1024",
+        "--rank-timeout",
+        str(TIMEOUT),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         try:
-            port = int(re.match(r"http://127\.0\.0\.1:(\d+)/v1 ", process.stdout.readline())[1])
+            port = port_of(process)
             ranks = {}
             for child in psutil.Process(process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error, KeyError):

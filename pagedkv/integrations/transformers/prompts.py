@@ -58,10 +58,14 @@ def end_of_messages(prompt: Prompt, tokenizer: Any, ids: npt.NDArray[np.int32]) 
     """
     if not _are_messages(prompt):
         return []
-    alone = np.asarray(_templated(prompt, tokenizer, add_generation_prompt=False))
-    most = min(len(alone), len(ids))
-    differs = alone[:most] != ids[:most]
-    return [int(differs.argmax()) if differs.any() else most]
+    return [common_length(_templated(prompt, tokenizer, add_generation_prompt=False), ids)]
+
+
+def common_length(a: Sequence[int] | npt.NDArray[np.int32], b: Sequence[int] | npt.NDArray[np.int32]) -> int:
+    """How many tokens two lists have in common at their beginning."""
+    most = min(len(a), len(b))
+    differs = np.asarray(a)[:most] != np.asarray(b)[:most]
+    return int(differs.argmax()) if differs.any() else most
 
 
 def _are_messages(prompt: Prompt) -> bool:
