@@ -30,6 +30,7 @@ PACKAGES = (
 EXTRAS = {
     "torch tensors": ("torch", "torch"),
     "models of transformers": ("transformers", "transformers", "pagedkv.integrations.transformers"),
+    "texts of a JSON schema": ("llguidance", "guidance"),
     "KV events for routers": ("zmq", "kv-events"),
     "blocks in Redis": ("redis", "redis"),
     "plots": ("matplotlib", "plot"),

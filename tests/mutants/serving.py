@@ -110,6 +110,12 @@ MUTANTS = [
         LOGPROBS + "test_they_are_those_of_the_model[together]",
     ),
     Mutant(
+        "engine: penalties count the tokens of the prompt",
+        "counts = Counter(self.tokens)",
+        "counts = Counter(self.all_tokens.tolist())",
+        "tests/integrations/transformers/test_engine_options.py::test_penalties_are_those_of_openai[2.0-0.0]",
+    ),
+    Mutant(
         "engine: a text goes on after its end token",
         "                self.scheduler.abort(number)\n            if reason:",
         "                pass\n            if reason:",

@@ -16,6 +16,7 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
 from .cache import make_kv_cache, make_swap_space, require_options
+from .grammar import Grammars, schema_of
 from .hybrid import HybridSteps
 from .models import (
     has_states,
@@ -189,6 +190,7 @@ class Engine:
         self._model, self._tokenizer = model, tokenizer
         self._hybrid = HybridSteps(model, self.cache) if has_states(uncompiled(model)) else None
         self._vocab_size = len(model.get_input_embeddings().weight)
+        self._grammars: Grammars | None = None  # of the first request that has one
         self._requests: dict[int, EngineRequest] = {}
         self._dropped: deque[int] = deque()  # requests whose streams were closed or dropped, which the next step ends
         self._results: list[Sampled] = []  # computed, and not yet returned by `step`
@@ -235,16 +237,23 @@ class Engine:
         if asked.snapshot_at is None:
             asked.snapshot_at = end_of_messages(prompt, self._tokenizer, ids) if self.cache.states else ()
         ends = {*(() if asked.ignore_eos else self._ends), *asked.stop_token_ids}
-        request = EngineRequest(ids, asked, sorted(ends), self._decoder_of(asked))
+        request = EngineRequest(ids, asked, sorted(ends))
         request.require_tokens(self._vocab_size, type(self._model).__name__)
+        self._equip(request)
         number = self._add(request)
         # From here on no interrupt can come before the caller has the number, by which it can abort the request.
         self._requests[number] = request
         self._is_interrupted = False
         return number
 
-    def _decoder_of(self, options: RequestOptions) -> TextDecoder | None:
-        return TextDecoder(tokenizer_of(self._tokenizer), options.stop) if options.stop else None
+    def _equip(self, request: EngineRequest) -> None:
+        """Give a request what its options take."""
+        if request.options.stop:
+            request.decoder = TextDecoder(tokenizer_of(self._tokenizer), request.options.stop)
+        if (schema := schema_of(request.options.response_format)) is not None:
+            if self._grammars is None:
+                self._grammars = Grammars(tokenizer_of(self._tokenizer), self._vocab_size, self._ends)
+            request.grammar = self._grammars.make(schema)
 
     @_one_at_a_time
     def _add(self, request: EngineRequest) -> int:
@@ -347,7 +356,7 @@ class Engine:
 
     def _add_as_told(self, number: int, *told: Any) -> None:
         request = EngineRequest.heard(*told)
-        request.decoder = self._decoder_of(request.options)
+        self._equip(request)
         added = self._add(request)
         if added != number:
             raise RuntimeError(f"request {number} of rank 0 is {added} here: follow() from the first request on")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from ...commit import Write
+from .grammar import Grammar
 from .logprobs import TokenLogprob
-from .options import RequestOptions
+from .options import LogitsProcessor, RequestOptions
 from .text import TextDecoder
 
 
@@ -28,6 +31,8 @@ class EngineRequest:
         Tokens that end the text.
     decoder : TextDecoder or None
         Converts tokens to text, if text is wanted.
+    grammar : Grammar or None
+        Says which tokens its response_format allows.
     tokens : list of int
         The tokens generated so far, except one that stops the text.
     pieces : list of str
@@ -46,6 +51,7 @@ class EngineRequest:
     options: RequestOptions
     ends: list[int]
     decoder: TextDecoder | None = None
+    grammar: Grammar | None = None
     tokens: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -66,6 +72,8 @@ class EngineRequest:
             raise ValueError(
                 f"a token of the prompt is {largest}, and {name} has {vocab_size}: it needs its own tokenizer"
             )
+        if (largest := max(self.options.logit_bias, default=0)) >= vocab_size:
+            raise ValueError(f"a token of logit_bias must be less than the {vocab_size} of {name}, got {largest}")
         if self.options.min_tokens and set(self.ends).issuperset(range(vocab_size)):
             raise ValueError(
                 f"stop_token_ids must leave a token to draw before min_tokens = {self.options.min_tokens}, got all "
@@ -91,19 +99,59 @@ class EngineRequest:
     @property
     def adjusts(self) -> bool:
         """Whether `adjust` would change its logits."""
-        return self.options.repetition_penalty != 1 or len(self.tokens) < self.options.min_tokens
+        asked = self.options
+        return (
+            self.grammar is not None
+            or len(self.tokens) < asked.min_tokens
+            or bool(asked.logits_processor or asked.logit_bias or asked.presence_penalty or asked.frequency_penalty)
+            or asked.repetition_penalty != 1
+        )
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Adjust its logits, (vocab_size,) float32, in place: apply penalties, mask tokens that end it too early."""
-        penalty = self.options.repetition_penalty
-        if penalty != 1:
+        """Adjust its logits, (vocab_size,) float32, in place, in the order of vLLM, so that what must not come is last.
+
+        Raises
+        ------
+        GrammarError
+            The text cannot go on.
+        """
+        asked = self.options
+        if asked.logits_processor is not None:
+            logits.copy_(self._processed(asked.logits_processor, logits.clone()))
+        if asked.logit_bias:
+            self._add(logits, asked.logit_bias)
+        if asked.repetition_penalty != 1:
             seen = torch.from_numpy(self.all_tokens).long().to(logits.device)
             seen = seen[seen < len(logits)]  # images, for example, may have ids that are never generated
-            found = logits[seen]
-            limits = torch.finfo(logits.dtype)  # nothing can be drawn from what a small penalty makes infinite
+            found, penalty, limits = logits[seen], asked.repetition_penalty, torch.finfo(logits.dtype)
+            # Nothing can be drawn from what a small penalty makes infinite.
             logits[seen] = torch.where(found > 0, found / penalty, found * penalty).clamp(limits.min, limits.max)
-        if len(self.tokens) < self.options.min_tokens:
+        if asked.presence_penalty or asked.frequency_penalty:
+            counts = Counter(self.tokens)
+            self._add(logits, {x: -asked.presence_penalty - asked.frequency_penalty * n for x, n in counts.items()})
+        if len(self.tokens) < asked.min_tokens:
             logits[[end for end in self.ends if 0 <= end < len(logits)]] = -torch.inf
+        if self.grammar is not None:
+            self.grammar.mask(self.tokens, logits)
+
+    def _processed(self, processor: LogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
+        """What a logits_processor makes of logits, or raise."""
+        made, like = processor(self.tokens.copy(), logits), (logits.shape, logits.dtype, logits.device)
+        if not isinstance(made, torch.Tensor) or (made.shape, made.dtype, made.device) != like:
+            got = f"{tuple(made.shape)} {made.dtype} on {made.device}" if isinstance(made, torch.Tensor) else repr(made)
+            raise TypeError(
+                f"logits_processor must return a tensor as the one that it gets, {tuple(like[0])} {like[1]} on "
+                f"{like[2]}, got {got}"
+            )
+        if not made.amax().isfinite():
+            raise ValueError("logits_processor must leave a token to draw, and returned NaN, +inf, or -inf for all")
+        return made
+
+    def _add(self, logits: torch.Tensor, changes: Mapping[int, float]) -> None:
+        tokens = [token for token in changes if token < len(logits)]
+        more = torch.tensor([changes[token] for token in tokens], dtype=logits.dtype, device=logits.device)
+        limits = torch.finfo(logits.dtype)
+        logits[tokens] = (logits[tokens] + more).clamp(limits.min, limits.max)
 
     def plan(self, token: int, logprob: TokenLogprob | None = None) -> tuple[str, list[Write]]:
         """Append a token: why the request ends with it, or an empty string, and what to store."""

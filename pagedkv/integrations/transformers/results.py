@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from ...commit import Write
 from ...memory.ids import Int64Array, spans
 from ...scheduling import Step
 from .attention import WatchedPass
+from .grammar import GrammarError
 from .logprobs import TokenLogprob, token_logprobs
 from .request import EngineRequest
 from .sampling import are_finite, choose
@@ -130,28 +131,34 @@ def plan_results(
     last = dict(zip(numbers, (stops - 1).tolist(), strict=True))
     chooses = [requests[number] for number in sampled]
     of_sampled = logits[[last[number] for number in sampled]]
+    failed: dict[int, str] = {}
     for i, request in enumerate(chooses):
         if request.adjusts:
             of_sampled = of_sampled.float()
-            request.adjust(of_sampled[i])
+            try:
+                request.adjust(of_sampled[i])
+            except GrammarError as error:
+                failed[sampled[i]] = str(error)
+            except Exception as error:
+                error.add_note(f"in request {sampled[i]}: abort it to go on with the others")
+                raise
     places = [len(request.prompt) + len(request.tokens) for request in chooses]
     tokens, finite = choose(of_sampled, [request.options for request in chooses], places), are_finite(logits)
     if rows is not None:
         finite = np.logical_and.reduceat(finite, stops - rows).tolist()
     if ranks is not None:
         tokens, finite = ranks.agree(tokens, finite)
-    is_finite = dict(zip(numbers, finite, strict=True))
-    chosen = {number: token for number, token in zip(sampled, tokens, strict=True) if is_finite[number]}
+    failed |= dict.fromkeys(compress(numbers, np.logical_not(finite)), NOT_FINITE.format(dtype=logits.dtype))
+    chosen = {number: token for number, token in zip(sampled, tokens, strict=True) if number not in failed}
     logprobs = _of_chosen(logits, last, chosen, requests)
-    prompts = {} if rows is None else _of_prompts(logits, stops - rows, step, requests, is_finite)
+    prompts = {} if rows is None else _of_prompts(logits, stops - rows, step, requests, failed)
     made: list[Sampled] = []
     writes: list[Write] = []
     for number, cached in zip(numbers, num_cached, strict=True):
         request = requests[number]
-        if not is_finite[number]:
-            message = NOT_FINITE.format(dtype=logits.dtype)
-            made.append(Sampled(number, NO_TOKEN, "error", message, cached))
-            writes += request.plan_end("error", message)
+        if number in failed:
+            made.append(Sampled(number, NO_TOKEN, "error", failed[number], cached))
+            writes += request.plan_end("error", failed[number])
             continue
         known = request.prompt_logprobs
         if number in prompts:
@@ -191,13 +198,13 @@ def _of_prompts(
     starts: Int64Array,
     step: Step,
     requests: Mapping[int, EngineRequest],
-    is_finite: Mapping[int, bool],
+    failed: Collection[int],
 ) -> dict[int, list[TokenLogprob]]:
     """The log-probabilities of the prompts' tokens that the step gives, of the requests that want them."""
     made = {}
     for number, start, stop in zip(step.requests.tolist(), starts.tolist(), step.batch.seq_lens.tolist(), strict=True):
         request = requests[number]
-        if (num_rows := request.num_prompt_rows(stop)) and is_finite[number]:
+        if (num_rows := request.num_prompt_rows(stop)) and number not in failed:
             at = len(request.prompt_logprobs) + 1
             tokens = request.prompt[at : at + num_rows].tolist()
             num_top = request.options.prompt_logprobs or 0
