@@ -142,7 +142,8 @@ class Wire:
     @staticmethod
     def without_first(digest: bytes, num_tokens: int) -> bytes:
         """The digest of a block that lacks its first num_tokens tokens, from its chained digest."""
-        return blake2b_128(digest + num_tokens.to_bytes(4, "little")) if num_tokens else digest
+        # Of another length than a digest with tokens behind it: a text could go on with this number as a token.
+        return blake2b_128(b"without" + digest + num_tokens.to_bytes(4, "little")) if num_tokens else digest
 
     @staticmethod
     def name(digest: bytes, head: int, scales: bytes = b"") -> Name:

@@ -24,6 +24,12 @@ MUTANTS = [
         KEYS_DIFFER,
     ),
     Mutant(
+        "wire: how many tokens are missing is hashed as a token",
+        'b"without" + digest',
+        "digest",
+        WINDOWS + "test_a_last_token_is_told_from_how_many_tokens_of_a_block_are_missing[7]",
+    ),
+    Mutant(
         "wire: all heads have one key",
         "_HEAD.pack(digest, head)",
         "_HEAD.pack(digest, 0)",

@@ -343,6 +343,16 @@ def test_a_saved_sequence_comes_back_with_what_it_held(num_tokens, options, othe
     assert_goes_on(other, restored, tokens)
 
 
+@pytest.mark.parametrize("last", range(1, W))
+def test_a_last_token_is_told_from_how_many_tokens_of_a_block_are_missing(last):
+    tokens, store, cache = [*text(4 * W), last], make_store(), windowed(windows=[3, None, 3], block_size=1)
+    seq = computed(cache, tokens)
+    assert SavedSequences(prefixes_of(cache, store)).save(seq, "a chat")
+    other = windowed(windows=[3, None, 3], block_size=1)
+    assert SavedSequences(prefixes_of(other, store)).restore("a chat").num_cached == len(tokens)
+    assert_found_is_written(other, tokens)
+
+
 @pytest.mark.parametrize("options", [{"block_size": 2 * W}, {"keep": 3 * W}], ids=str)
 def test_a_cache_that_needs_more_than_was_saved_computes_it(options):
     tokens, store, cache, other = text(10 * W + 5), make_store(), windowed(), windowed(**options)
