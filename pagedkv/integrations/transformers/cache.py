@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
+from contextlib import suppress
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -231,9 +232,10 @@ class PagedCache(Cache):
             )
         try:
             seqs = self.seqs or self._start(num_rows)
-            before = self.kv.seq_lens(seqs)
+            # Before anything changes: what comes next undoes this pass, wherever an interrupt has ended it.
+            self.seqs, self._before, self._next_length = seqs, self.kv.seq_lens(seqs), self.length + length
             try:
-                longest, most = int((before + new).max()), self.kv.max_seq_len
+                longest, most = int((self._before + new).max()), self.kv.max_seq_len
                 if longest > most:
                     raise ValueError(
                         f"a row must have at most {most} tokens, for which this PagedCache has room, got {longest}: "
@@ -241,8 +243,7 @@ class PagedCache(Cache):
                     )
                 slots = self.kv.append(seqs, new)
             except BaseException:
-                if not self.seqs:
-                    self.kv.free(seqs)
+                self._undo()
                 raise
         except CapacityError as error:
             num_tokens = num_rows * length if is_token is None else sum(new)
@@ -253,11 +254,10 @@ class PagedCache(Cache):
                 "reset() frees the rows of an earlier generate."
             )
             raise
-        self.seqs, self._before, self._next_length = seqs, before, self.length + length
         batch = self.kv.batch(seqs, new)
         if self._states.layers:
             self._changing = self.kv.read_states(seqs)
-            begin_states(self.layers, self._changing, is_continued=bool(before.any()))
+            begin_states(self.layers, self._changing, is_continued=bool(self._before.any()))
         if is_token is None:
             return CachedPass(self.kv, slots, batch, layers=self._windows.layers)
         rows = is_token.nonzero()[:, 0]
@@ -325,7 +325,7 @@ class PagedCache(Cache):
         self.length, self._before = self._next_length, None
 
     def _undo(self) -> None:
-        """Truncate the tokens of a pass that did not end."""
+        """Truncate the tokens of a pass that did not end, or those that `crop` drops."""
         if self._before is None:
             return
         self._let_go_of_states()
@@ -342,7 +342,8 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Free all sequences, so that the cache can serve other rows."""
         self._let_go_of_states()
-        self.kv.free(self.seqs)
+        with suppress(KeyError):  # an interrupted call has freed them
+            self.kv.free(self.seqs)
         self.seqs, self.length, self._before = [], 0, None
 
     def _let_go_of_states(self) -> None:
@@ -391,13 +392,19 @@ class PagedCache(Cache):
         if tokens_to_remove:
             self._require_croppable()
         self._undo()
-        if self.seqs:
-            lengths = self.kv.seq_lens(self.seqs) + tokens_to_remove
+        if self.seqs and tokens_to_remove:
+            lengths, length = self.kv.seq_lens(self.seqs) + tokens_to_remove, self.length
             if (left := int(lengths.min())) < 0:
                 least = f"{tokens_to_remove - left}, minus what the shortest row has"
                 raise ValueError(f"tokens_to_remove must be at least {least}, got {tokens_to_remove}")
-            self.kv.truncate(self.seqs, lengths)
-            self.length += tokens_to_remove
+            # As in `begin`: if an interrupt comes, what comes next drops the tokens.
+            self.length, self._before = length + tokens_to_remove, lengths
+            try:
+                self._undo()
+            except ValueError:
+                if (self.kv.seq_lens(self.seqs) != lengths).any():  # windows have released what comes before
+                    self.length, self._before = length, None
+                raise
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Insert copies behind every row that share its blocks, by `PagedKVCache.fork`."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from pagedkv import OutOfBlocksError
 from pagedkv.integrations.transformers import Engine, PagedCache, use_pagedkv
 
+from ...support.interrupts import interrupts_at_every_instant
 from .models import eager_model, greedy, make_model, prompts
 
 LONG, SHORT = prompts(30, 23)
@@ -138,6 +140,31 @@ def test_a_pass_that_is_interrupted_is_undone(model, cache, where):
     with interrupted, pytest.raises(KeyboardInterrupt):
         said(model, ids, mask, past_key_values=cache)
     assert torch.equal(said(model, ids, mask, past_key_values=cache), said(eager_model("Llama"), ids, mask))
+
+
+CALLS = {
+    "first pass": (0, lambda cache: cache.begin(2, 3, None)),
+    "pass": (5, lambda cache: cache.begin(2, 3, None)),
+    "crop": (5, lambda cache: cache.crop(-2)),
+    "reset": (5, lambda cache: cache.reset()),
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "call"), CALLS.values(), ids=CALLS)
+def test_after_an_interrupt_at_any_instant_rows_have_as_many_tokens_as_the_cache_says(model, num_tokens, call):
+    for interrupt in interrupts_at_every_instant(("memory/guard", "pagedkv/commit", "transformers/cache.py")):
+        cache = PagedCache(model, num_blocks=8, block_size=4)
+        if num_tokens:
+            cache.begin(2, num_tokens, None)
+            cache.end()
+        with suppress(KeyboardInterrupt), interrupt:
+            call(cache)
+        if call is CALLS["reset"][1]:
+            cache.reset()
+        length = cache.get_seq_length()
+        cache.begin(2, 1, None)
+        assert cache.kv.seq_lens(cache.seqs).tolist() == [length + 1] * 2, interrupt.came_at
+        cache.kv.check()
 
 
 def test_memory_in_place_of_blocks(model):
