@@ -2,6 +2,8 @@
 
 import math
 import re
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from pagedkv.compat import flashinfer
 
 from ..support.allocations import at_most
+from ..support.interrupts import interrupts_at_every_instant
 from ..support.problems import Spec, as_torch, assert_close, build
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
@@ -171,6 +174,10 @@ def test_forward_has_options_of_its_own(kind):
     assert torch.equal(wrapper.forward(q, cache), plain)
     with pytest.raises(ValueError, match="pos_encoding_mode must be"):
         wrapper.forward(q, cache, pos_encoding_mode="ALIBI")
+    for wrong in ({"logits_soft_cap": "5"}, {"sm_scale": "1"}, *[{"causal": 2}] * (kind == "prefill")):
+        with pytest.raises(TypeError):
+            wrapper.forward(q, cache, window_left=6, **wrong)
+        assert torch.equal(wrapper.run(q, cache), plain)
 
 
 def test_data_type_is_that_of_what_has_no_type_of_its_own():
@@ -187,9 +194,15 @@ def test_more_tokens_than_keys(causal):
     q, cache = torch.randn(9, 4, 64), torch.randn(4, 2, 8, 2, 64)
     starts, indptr, indices, last = (torch.tensor(x).int() for x in ([0, 7, 9], [0, 1, 3], [2, 1, 0], [3, 1]))
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
-    wrapper.plan(starts, indptr, indices, last, 4, 2, 64, 8, causal=causal, q_data_type=torch.float32)
+    plan = partial(wrapper.plan, starts, indptr, indices, last, 4, 2, 64, 8, causal=causal, q_data_type=torch.float32)
+    plan()
     out = wrapper.run(q, cache)
     assert torch.equal(wrapper.run(q, cache), out)
+    for interrupt in interrupts_at_every_instant(("flashinfer/wrapper", "compat/ragged")):
+        plan()
+        with suppress(KeyboardInterrupt), interrupt:
+            wrapper.run(q, cache)
+        assert torch.equal(wrapper.run(q, cache), out), interrupt.came_at
     k, v = (x.repeat_interleave(2, dim=1).double() for x in cache[2, :, :3])
     seen = torch.ones(7, 3).tril(3 - 7) if causal else torch.ones(7, 3)
     logits = torch.einsum("qhd,khd->hqk", q[:7].double(), k) / 8

@@ -151,6 +151,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         """Plan other options than those of `plan`, and call `run`, as the original's older call does."""
         self._require_planned()
         require_plain(pos_encoding_mode)
+        require.boolean("causal", causal)
         self._set_logits(window_left, logits_soft_cap, sm_scale)
         if "mask" not in self._masks:
             self._masks["causal"] = causal

@@ -94,9 +94,11 @@ class Wrapper:
     def _pad(self) -> None:
         """Put requests with fewer keys than tokens behind padding, once a q has shown that there are so many tokens."""
         arrays = self._tables, self._lens, self._query_lens
-        padded = behind_padding(*arrays, self._num_rows, self._page_size, "last_page_len")
-        self._tables, self._lens, self._masks["leftpad"] = padded
-        self._max_seq_len, self._query_lens = int(self._lens.max()), None
+        tables, lens, leftpad = behind_padding(*arrays, self._num_rows, self._page_size, "last_page_len")
+        longest = int(lens.max())
+        # Nothing is called between these: after an interrupt, the next call pads all again, or nothing.
+        self._tables, self._lens, self._max_seq_len = tables, lens, longest
+        self._masks["leftpad"], self._query_lens = leftpad, None
 
     def _set_types(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
         self._q_dtype = _dtype("q_data_type", "float16" if q_data_type is None else q_data_type)
@@ -110,9 +112,10 @@ class Wrapper:
         self._set_logits(window_left, soft_cap, sm_scale)
 
     def _set_logits(self, window_left: int, soft_cap: Any, sm_scale: Any) -> None:
-        self._window_left = require.integer("window_left", window_left)
-        self._softcap = None if soft_cap is None else number("logits_soft_cap", soft_cap) or None
-        self._scale = self._head_dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale)
+        window_left = require.integer("window_left", window_left)
+        softcap = None if soft_cap is None else number("logits_soft_cap", soft_cap) or None
+        scale = self._head_dim**-0.5 if sm_scale is None else number("sm_scale", sm_scale)
+        self._window_left, self._softcap, self._scale = window_left, softcap, scale
 
     @between_graphs
     @in_words(_WORDS)
