@@ -398,9 +398,13 @@ def test_many_requests_run_in_few_slots():
     assert server.cache.max_seqs == 8
     for i in range(24):
         server.add(text(8 + i % 3, (100 * i, 100 * i + 5 + i % 4)), range(500, 500 + 10 + i % 5))
-    server.run()
-    assert server.scheduler.num_preempted > 0
+    most = 0
+    while server.step() is not None:
+        most = max(most, server.cache.stats().used_states)
     stats = server.cache.stats()
+    assert most == 8
+    assert server.scheduler.num_preempted > 0
+    assert stats.preempted_tokens >= 8 * server.scheduler.num_preempted, "each starts again with its prompt at least"
     assert (stats.used, stats.used_states, stats.num_states) == (0, 0, 8)
 
 

@@ -475,21 +475,23 @@ def test_a_chat_with_a_hybrid_model_finds_its_messages_again(tmp_path):
     from ..integrations.transformers.byte_tokenizer import byte_tokenizer
     from ..integrations.transformers.models import make_model
 
-    tokenizer = byte_tokenizer()
+    tokenizer, thoughts = byte_tokenizer(), "[let me think of all this]"
     tokenizer.chat_template = (
         "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-        "{% if add_generation_prompt %}[let me think of all this]{% endif %}"
+        "{% if add_generation_prompt %}" + thoughts + "{% endif %}"
     )
     make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    messages, cached = [{"role": "user", "content": "x" * 48}], []
+    messages, cached, expected = [{"role": "user", "content": "x" * 48}], [], [0]
     with serving("--context", "300", model=[tmp_path]) as server:
-        for _ in range(2):
+        for _ in range(3):
             body = {"messages": messages, "max_tokens": 9, "temperature": 0}
             answer = json.loads(ask(server.port, body, "/v1/chat/completions")[2])
             cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            expected.append((answer["usage"]["prompt_tokens"] - len(thoughts)) // 16 * 16)
             messages += [answer["choices"][0]["message"], {"role": "user", "content": "y"}]
-    assert cached == [0, 48]  # of 50 before the thoughts, and of 64 with a part of them
+    assert cached == expected[:3]
+    assert cached[2] > cached[1] == 48  # of 50 before the thoughts, and of 64 with a part of them
 
 
 def test_a_hybrid_model_runs_as_many_requests_as_it_has_states(tmp_path, capsys):

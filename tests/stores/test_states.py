@@ -16,6 +16,7 @@ W = 2  # tokens of a wire block
 TEXT = [*range(1, 23)]
 BLOCK = 128 + 2 * W * 8 * 4  # bytes of a wire block: a state takes several
 STATES = {"tokens": ((64,), "float32"), "count": ((1,), "float32")}  # of the caches of texts.py
+IN_PARTS = {"block_tokens": W}  # in such wire blocks a state takes several
 PREFIX_BLOCK = 128 + 2 * 2 * P * 8 * 4
 
 
@@ -290,16 +291,18 @@ def test_preempted_requests_come_back_with_their_states(num_slots, monkeypatch):
 
 
 # -- prefixes
+@pytest.mark.parametrize("options", [{}, IN_PARTS], ids=["whole", "in parts"])
 @pytest.mark.parametrize("num_tokens", [22, 17, 14, 8, 5])
-def test_another_cache_goes_on_from_a_stored_state(num_tokens):
+def test_another_cache_goes_on_from_a_stored_state(num_tokens, options):
     """Where the snapshot is in the middle of a wire block, too."""
     (first, seq), store, expected = computed(make_cache(), TEXT[:num_tokens]), prefix_store(), num_tokens // P * P
     fill(first.cache)
-    with prefixes_of(first, store) as prefixes:
+    with prefixes_of(first, store, **options) as prefixes:
         assert prefixes.store(TEXT[:num_tokens]) == prefixes.store(TEXT[:num_tokens]) == expected
     texts = Texts(make_cache())
-    with prefixes_of(texts, store) as prefixes:
+    with prefixes_of(texts, store, **options) as prefixes:
         assert prefixes.load(TEXT) == prefixes.load(TEXT) == prefixes.num_loaded == expected
+        assert (prefixes.states.num_parts > 1) == bool(options)
     assert texts.cache.stats().used_states == 0
     same, hit = texts.prompt(TEXT)
     assert hit == expected
@@ -413,14 +416,15 @@ def test_windows_beside_states_are_refused():
 
 
 # -- saved sequences
+@pytest.mark.parametrize("options", [{}, IN_PARTS], ids=["whole", "in parts"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 20, 22])
-def test_saved_sequences_have_their_states(num_tokens):
+def test_saved_sequences_have_their_states(num_tokens, options):
     texts, seq = computed(make_cache(), TEXT[:num_tokens])
     fill(texts.cache)
     store, before = prefix_store(), kv(texts.cache, seq)
-    assert SavedSequences(prefixes_of(texts, store)).save(seq, "a chat")
+    assert SavedSequences(prefixes_of(texts, store, **options)).save(seq, "a chat")
     other = Texts(make_cache())
-    restored = SavedSequences(prefixes_of(other, store)).restore("a chat")
+    restored = SavedSequences(prefixes_of(other, store, **options)).restore("a chat")
     assert restored.num_cached == num_tokens
     np.testing.assert_array_equal(kv(other.cache, restored.seq).view(np.uint32), before.view(np.uint32))
     other.tokens[restored.seq] = TEXT[:num_tokens]
@@ -445,6 +449,26 @@ def test_a_saved_sequence_without_its_state_begins_at_an_earlier_one_or_is_compu
         other.compute((restored.seq, TEXT[expected:]))
         prefixes.store(TEXT)
         prefixes.flush()
+
+
+def test_a_state_comes_with_all_its_parts_or_not_at_all():
+    texts, seq = computed(make_cache(), TEXT, 8)
+    store = prefix_store()
+    with prefixes_of(texts, store, **IN_PARTS) as prefixes:
+        assert SavedSequences(prefixes).save(seq, "a chat")
+        assert prefixes.store(TEXT) == 20
+        root = texts.cache._rows.chains._roots[0].tobytes()
+        digests = prefixes.blocks.wire.digests(np.array(TEXT, np.int32), root)
+        of_states = [prefixes.states.keys(digests[n // W - 1], n) for n in (20, 22)]
+    keys = [*store._slots._used]
+    blocks = dict(zip(keys, map(bytes, store.get(keys)), strict=True))
+    for lost in zip(*of_states, strict=True):
+        copy = prefix_store()
+        copy.put([*blocks], [*blocks.values()])
+        copy.remove(lost)
+        with prefixes_of(Texts(make_cache()), copy, **IN_PARTS) as prefixes:
+            assert prefixes.load(TEXT) == 8
+            assert SavedSequences(prefixes).restore("a chat").num_cached == 8
 
 
 def test_a_sequence_whose_state_is_behind_is_not_saved():

@@ -15,6 +15,7 @@ from pagedkv.integrations.transformers import CachedPass, Engine, PagedCache, us
 from pagedkv.integrations.transformers.models import kv_states, kv_windows
 from pagedkv.layer_states import LayerStates
 
+from .byte_tokenizer import byte_tokenizer
 from .models import HYBRIDS, eager_model, greedy, make_model, prompts
 
 NEW = 8
@@ -153,13 +154,17 @@ def test_requests_that_begin_and_go_on_in_one_step(model):
     assert [said[first], said[second]] == alone("Qwen3_5", texts)
 
 
-def test_few_states_for_many_requests(model, expected):
+def test_few_states_and_blocks_for_many_requests(model, expected):
     stats = Engine(model, num_blocks=8).cache.stats()
-    engine = Engine(model, num_blocks=128, state_memory=8 * stats.state_bytes // stats.num_states)
+    engine = Engine(model, num_blocks=34, block_size=4, state_memory=8 * stats.state_bytes // stats.num_states)
     assert engine.cache.max_seqs == engine.cache.stats().num_states == 8
     requests = [engine.add(ids, NEW) for ids in TEXTS * 4]
     said = finish(engine)
     assert [said[request] for request in requests] == expected * 4
+    stats = engine.cache.stats()
+    assert engine.scheduler.num_preempted > 0
+    assert stats.preempted_tokens > stats.preempted_hit_tokens > 0
+    assert (stats.used_states, stats.num_states) == (0, 8)
 
 
 @pytest.mark.parametrize("swap", [None, "16MiB"])
@@ -276,8 +281,10 @@ def test_a_chat_computes_its_new_tokens(model):
     for turn in range(3):
         text = text + more
         expected = alone("Qwen3_5", [text])[0]
-        request = engine.add(text, NEW)
-        made = list(engine.run())
+        request, made = engine.add(text, NEW), []
+        while engine._requests:
+            made += engine.step()
+            engine.cache.check()
         assert [x.token for x in made] == expected
         # The last token of a turn is not computed, and at most a block before it is again.
         assert len(text) - made[0].num_cached <= len(more) + 1 + 3
@@ -302,6 +309,30 @@ def test_a_snapshot_stays_where_messages_end(model):
     engine.add([{"role": "user", "content": TEXTS[0]}], 1)
     list(engine.run())
     assert engine.cache.find([*TEXTS[0], 9, 9, 8, 8, 8]) == 20  # of 21
+
+
+@pytest.mark.parametrize("dropped", ["", "[thinking]"])
+def test_a_chat_finds_its_messages_again(dropped):
+    """Where the template ends a prompt with what is in no later one, too."""
+    tokenizer, vocab = byte_tokenizer(), 94  # of them the first are the printable characters of ASCII
+    tokenizer.chat_template = (
+        "{% for message in messages %}({{ message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}" + dropped + "({% endif %}"
+    )
+    model = make_model("Qwen3_5", vocab_size=vocab, eos_token_id=None)
+    use_pagedkv(model)
+    engine, messages, known = Engine(model, tokenizer, num_blocks=128, block_size=4), [], 0
+    for turn in range(3):
+        messages.append({"role": "user", "content": "xyz"[turn] * 9})
+        request, made = engine.add(messages, NEW), []
+        prompt = engine.scheduler.tokens(request).tolist()
+        while engine._requests:
+            made += engine.step()
+            engine.cache.check()
+        assert len(prompt) - made[0].num_cached <= len(prompt) - known + 3
+        known = len(prompt) - len(dropped) - 1 if dropped else len(prompt) + NEW - 1  # the last token is not computed
+        messages.append({"role": "assistant", "content": tokenizer.decode([x.token for x in made])})
+    assert made[0].num_cached > 2 * 9
 
 
 # -- PagedCache
