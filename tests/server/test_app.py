@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from unittest import mock
@@ -14,12 +13,10 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv import PagedKVCache
 
 from .serving import EXAMPLES, TOKENIZER, aborted, ask, begin, complete, held, serving, wait_until
 
 from sampling import Sampling  # isort: skip
-from pagedkv.server import status
 
 from serve import SmallDecoder, parse, small  # isort: skip
 from tokenizer import END  # isort: skip
@@ -424,111 +421,3 @@ def test_who_waits_when_the_server_ends_is_told_so(stream):
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
         assert (b"503 Service Unavailable" in answer) != stream
         assert b"the server is shutting down" in answer
-
-
-def test_a_model_of_transformers(tmp_path):
-    torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
-    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
-    from ..integrations.transformers.models import make_model
-
-    model, tokenizer = make_model("Llama", vocab_size=256, eos_token_id=None), byte_tokenizer()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    prompt = tokenizer("def main(").input_ids
-    ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9)[0, len(prompt) :]
-    with serving("--context", "200", model=[tmp_path]) as server:
-        for stream in (False, True):
-            said = complete(server.port, "def main(", max_tokens=9, temperature=0, stream=stream)
-            assert said == (tokenizer.decode(ids), "length")
-        with mock.patch.object(server.engine.scheduler, "update", side_effect=MemoryError):  # behind the last token
-            assert ask(server.port, {"prompt": "def main(", "max_tokens": 1})[0] == 500
-        assert complete(server.port, "def main(", max_tokens=9, temperature=0) == said
-        content = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-        chat = [{"role": "developer", "content": "hi"}]
-        calls = {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-        for template, messages, expected in [
-            (None, chat, "the model has no chat template: ask /v1/completions"),
-            (content, chat, 4),
-            (content.replace("content", "role"), chat, 8),  # a system
-            (content, [chat[0] | calls], "the model's chat template has no place for tool_calls"),
-            ("<{{ messages[0]['tool_calls'][0]['function']['name'] }}>", [chat[0] | calls], 3),
-            ("{{ 'thinking' if enable_thinking else '' }}", chat, 8),
-            ("{{ 'thinking' }}", chat, "no place for enable_thinking of chat_template_kwargs"),
-            ("{{ tokenize }}", chat, "no place for tokenize of chat_template_kwargs"),
-        ]:
-            server.server.text._tokenizer.chat_template = template
-            asked = {"messages": messages, "max_tokens": 3}
-            if template and (variable := re.search("thinking|tokenize", template)):
-                name = variable[0].replace("thinking", "enable_thinking")
-                asked["chat_template_kwargs"] = {name: True}
-            status, _, body = ask(server.port, asked, "/v1/chat/completions")
-            if isinstance(expected, int):
-                assert json.loads(body)["usage"]["prompt_tokens"] == expected
-            else:
-                assert (status, expected in json.loads(body)["error"]["message"]) == (400, True)
-    assert isinstance(server.engine._model, transformers.LlamaForCausalLM)
-
-
-def test_a_chat_with_a_hybrid_model_finds_its_messages_again(tmp_path):
-    """The template ends a prompt with thoughts, which are in no later prompt."""
-    pytest.importorskip("transformers")
-    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
-    from ..integrations.transformers.models import make_model
-
-    tokenizer, thoughts = byte_tokenizer(), "[let me think of all this]"
-    tokenizer.chat_template = (
-        "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
-        "{% if add_generation_prompt %}" + thoughts + "{% endif %}"
-    )
-    make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    messages, cached, expected = [{"role": "user", "content": "x" * 48}], [], [0]
-    with serving("--context", "300", model=[tmp_path]) as server:
-        for _ in range(3):
-            body = {"messages": messages, "max_tokens": 9, "temperature": 0}
-            answer = json.loads(ask(server.port, body, "/v1/chat/completions")[2])
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            expected.append((answer["usage"]["prompt_tokens"] - len(thoughts)) // 16 * 16)
-            messages += [answer["choices"][0]["message"], {"role": "user", "content": "y"}]
-    assert cached == expected[:3]
-    assert cached[2] > cached[1] == 48  # of 50 before the thoughts, and of 64 with a part of them
-
-
-def test_a_hybrid_model_runs_as_many_requests_as_it_has_states(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
-    from ..integrations.transformers.models import make_model
-
-    make_model("Qwen3_5", vocab_size=256, eos_token_id=None).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with serving("--context", "32", "--num-blocks", "2", model=[tmp_path]) as server:
-        assert server.server.admission._max_batch == server.engine.cache.max_seqs == 2
-        assert ask(server.port, {"prompt": "x", "max_tokens": 2})[0] == 200
-    assert "2 requests run at a time, for which there are states: give more --memory" in capsys.readouterr().err
-
-
-def test_metrics_count_the_used_blocks_of_each_group_of_layers():
-    cache = PagedKVCache(2, 16, 4, 1, 8, windows=[4, None])
-    cache.append(cache.add(8).seq)
-    scheduler = mock.Mock(num_preempted=0, num_running=0, num_waiting=0)
-    text = status.metrics(mock.Mock(cache=cache, scheduler=scheduler), Counter())
-    assert 'pagedkv_group_blocks{group="0",window="4"} 2\n' in text
-    assert 'pagedkv_group_blocks{group="1",window="none"} 3\n' in text
-    assert "states" not in text
-
-
-def test_metrics_count_states():
-    cache = PagedKVCache(1, 16, 4, 1, 8, states={"x": ((1,), "float32")}, state_memory=20)
-    for tokens, is_over in ([[1, 2, 3, 4], True], [[1, 2, 3, 4, 5], False], [[6, 7, 8, 9], True]):
-        seq, num_cached = cache.add(tokens)
-        if num_cached < len(tokens):
-            cache.write_states([seq], cache.read_states([seq]))
-        cache.commit([seq])
-        if is_over:
-            cache.free([seq])
-    scheduler = mock.Mock(num_preempted=0, num_running=0, num_waiting=0)
-    text = status.metrics(mock.Mock(cache=cache, scheduler=scheduler), Counter())
-    assert [f'pagedkv_states{{state="{x}"}} {n}\n' in text for x, n in [("used", 1), ("cached", 2), ("free", 2)]] == [
-        True
-    ] * 3
-    assert "pagedkv_prefix_tokens_without_state_total 0\n" in text

@@ -11,10 +11,9 @@ import sys
 import numpy as np
 import pytest
 
-from pagedkv import PagedKVCache
+import pagedkv
 from pagedkv.__main__ import main
 from pagedkv.cpu import threads
-from pagedkv.memory.device.arrays import Arrays
 from pagedkv.server.serve import build, pool_in_words, require_key
 
 from .serving import EXAMPLES, answered, ask, begin, built, complete, port_of, wait_until
@@ -167,34 +166,7 @@ def test_it_says_at_start_what_it_computes_with(capsys):
     ],
 )
 def test_it_says_which_layers_have_windows_or_states(options, said):
-    assert pool_in_words(PagedKVCache(3, 8, 4, 1, 8, **options)) == f"pool of {said}"
-
-
-@pytest.fixture(scope="module", params=["Llama", "Qwen3_5"])
-def folder(request, tmp_path_factory):
-    """A model of transformers, and its tokenizer."""
-    pytest.importorskip("transformers")
-    from ..integrations.transformers.byte_tokenizer import byte_tokenizer
-    from ..integrations.transformers.models import make_model
-
-    folder = tmp_path_factory.mktemp(request.param)
-    make_model(request.param, vocab_size=256, eos_token_id=None).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def test_by_default_a_model_gets_half_of_what_is_free_if_its_requests_can_fill_it(folder, monkeypatch, capsys):
-    options = ["--max-batch", "3", "--max-model-len", "64", "--dtype", "bfloat16", "--served-model-name", "mine"]
-    server = built(folder, *options)
-    cache, stats = server.worker.engine.cache, server.worker.engine.cache.stats()
-    assert (cache.max_seq_len, cache.max_seqs, server.model["id"]) == (64, 3, "mine")
-    assert 3 * 64 <= stats.num_blocks * 16 <= 6 * 64
-    assert stats.num_states in (0, 4, 5, 6)
-    assert "ForCausalLM in bfloat16 on cpu; context of 64 tokens; pool of " in capsys.readouterr().err
-    num_bytes = stats.num_bytes + stats.state_bytes
-    monkeypatch.setattr(Arrays, "free_bytes", lambda _: num_bytes)
-    half = built(folder, *options).worker.engine.cache.stats()
-    assert num_bytes / 4 < half.num_bytes + half.state_bytes <= num_bytes / 2
+    assert pool_in_words(pagedkv.PagedKVCache(3, 8, 4, 1, 8, **options)) == f"pool of {said}"
 
 
 def test_host_memory_for_requests_that_give_their_blocks_back():
@@ -252,6 +224,15 @@ def test_a_pool_that_has_no_room_is_reported():
         SystemExit, match=r"^Unable to allocate .*: change --num-blocks, --memory, --block-size or --context$"
     ):
         build(serve.parse([]), lambda *_: np.empty(2**62, np.int8))
+
+
+@pytest.mark.parametrize("kind", [pagedkv.BackendUnavailableError, ImportError, OSError, ValueError])
+def test_an_engine_that_cannot_be_made_is_reported(kind):
+    def load(*_):
+        raise kind("what is missing")
+
+    with pytest.raises(SystemExit, match=r"^what is missing$"):
+        build(serve.parse([]), load)
 
 
 def test_weights_that_cannot_be_read_are_reported(tmp_path):
