@@ -46,6 +46,8 @@ class Stats:
         Bytes of all states.
     tokens_without_state : int
         Of `queried_tokens` those whose blocks were found, while no snapshot was: they are computed again.
+    passed_blocks : int
+        Entries of block tables that windows have passed: without windows sequences would hold blocks there, too.
     """
 
     num_blocks: int
@@ -68,6 +70,7 @@ class Stats:
     cached_states: int = 0
     state_bytes: int = 0
     tokens_without_state: int = 0
+    passed_blocks: int = 0
 
     @classmethod
     def of(cls, sequences: Sequences, block_bytes: int, slot_bytes: int = 0) -> Stats:
@@ -100,6 +103,7 @@ class Stats:
             preempted_hit_tokens=hit[1],
             num_bytes=pool.num_blocks * block_bytes,
             used_bytes=used * block_bytes,
+            passed_blocks=_passed_blocks(sequences),
             **of_states,
         )
 
@@ -120,6 +124,12 @@ def pool_map(sequences: Sequences) -> PoolMap:
     groups = sequences.block_groups() if len(windows) > 1 else None
     fills, block_size = sequences.block_fills(), sequences.block_size
     return PoolMap(sequences.block_owners(), ref_counts, fills, block_size, cached, groups, windows)
+
+
+def _passed_blocks(sequences: Sequences) -> int:
+    """Entries of block tables that windows have passed."""
+    rows = sequences._rows
+    return 0 if rows.windows is None else rows.num_groups * int(rows.num_blocks(rows.lens).sum()) - len(rows.held()[0])
 
 
 def _used_by_group(sequences: Sequences, used: int) -> tuple[int, ...]:

@@ -116,6 +116,12 @@ MUTANTS = [
         "tests/integrations/transformers/test_engine_options.py::test_penalties_are_those_of_openai[2.0-0.0]",
     ),
     Mutant(
+        "engine: all texts of a prompt draw with one seed",
+        'as_int("seed", options["seed"]) + i',
+        'as_int("seed", options["seed"])',
+        "tests/integrations/transformers/test_generate.py::test_several_texts_of_a_prompt",
+    ),
+    Mutant(
         "engine: a text goes on after its end token",
         "                self.scheduler.abort(number)\n            if reason:",
         "                pass\n            if reason:",

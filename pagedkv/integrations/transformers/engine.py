@@ -16,6 +16,7 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
 from .cache import make_kv_cache, make_swap_space, require_options
+from .generation import Generation, is_one_prompt, options_of_choices
 from .grammar import Grammars, schema_of
 from .hybrid import HybridSteps
 from .models import (
@@ -31,6 +32,7 @@ from .options import RequestOptions
 from .prompts import Prompt, end_of_messages, prompt_ids, require_tokenizer, tokenizer_of
 from .request import EngineRequest
 from .results import Sampled, last_logits, plan_results, rows_with_logits
+from .stats import EngineStats
 from .stream import Stream
 from .text import TextDecoder
 from .use import use_pagedkv
@@ -201,6 +203,7 @@ class Engine:
             of_cache = {name: getattr(self.cache, name) for name in ("block_size", "max_seqs", "max_seq_len")}
             of_steps["max_num_seqs"] = max_num_seqs or 0
             self._ranks = Ranks(model.device, prefix_cache=self.cache.prefix_cache, **of_cache, **of_steps)
+        self._num_finished = 0
         self._is_busy = False  # in the middle of a call
         self._is_interrupted = False  # a call began to change the scheduler, and did not end
 
@@ -405,6 +408,85 @@ class Engine:
 
         return self._stream(prompt, max_tokens, options, pieces)
 
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], max_tokens: int, *, n: int = 1, **options: Any
+    ) -> Generation | list[Generation]:
+        """Generate the texts of one prompt or of many, with a progress bar where stderr is a terminal.
+
+        An error or an interrupt (Ctrl-C) aborts all of its requests with the next step. Requests of `add` and open
+        streams go on beside it.
+
+        Parameters
+        ----------
+        prompts : prompt, sequence of prompts, or (num_prompts, num_tokens) ints
+            Each as in `add`.
+        max_tokens : int
+            The most tokens of each text.
+        n : int
+            How many texts of each prompt, which share it: text i draws with ``seed + i``, if there is a seed.
+        **options
+            Those of `RequestOptions`, for all prompts.
+
+        Returns
+        -------
+        Generation, or list of Generation
+            One if `prompts` is one prompt. A text whose logits are not finite has the finish_reason "error".
+
+        It raises what `add` raises, and then generates nothing.
+
+        Examples
+        --------
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from pagedkv.integrations.transformers import Engine
+        >>> heads = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, intermediate_size=64, **heads)).eval()
+        >>> engine = Engine(model, num_blocks=16)
+        >>> made = engine.generate([[1, 5, 3], [2, 4]], max_tokens=2, ignore_eos=True)
+        >>> [(len(one.tokens), one.finish_reason) for one in made]
+        [(2, 'length'), (2, 'length')]
+        """
+        from tqdm import tqdm  # which transformers brings, and nothing else needs
+
+        is_one = is_one_prompt(prompts)
+        several: Any = [prompts] if is_one else prompts
+        choices = options_of_choices(options, as_int("n", n, minimum=1))
+        requests: list[EngineRequest] = []
+
+        def output_of(request: EngineRequest) -> list[int]:
+            if self._tokenizer is not None:
+                request.decoder = request.decoder or TextDecoder(self._tokenizer)
+            requests.append(request)
+            return request.tokens
+
+        streams = []
+        try:
+            for prompt in several:
+                streams += [self._stream(prompt, max_tokens, choice, output_of) for choice in choices]
+            left = requests
+            with tqdm(total=len(requests), unit="text", disable=None) as bar:
+                while left:
+                    self._run_step()
+                    still = [request for request in left if not request.reason]
+                    bar.update(len(left) - len(still))
+                    left = still
+        finally:
+            for stream in streams:
+                stream.close()
+        made = [Generation.of(requests[i : i + n]) for i in range(0, len(requests), n)]
+        return made[0] if is_one else made
+
+    def stats(self) -> EngineStats:
+        """How the engine's memory is used, and what its requests do."""
+        scheduler = self.scheduler
+        return EngineStats(
+            cache=self.cache.stats(),
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_finished=self._num_finished,
+            num_preempted=scheduler.num_preempted,
+            num_swapped=scheduler.num_swapped,
+        )
+
     def _stream(
         self,
         prompt: Prompt,
@@ -462,6 +544,7 @@ class Engine:
                 self.scheduler.abort(number)
             if reason:
                 del self._requests[number]
+                self._num_finished += 1
 
     def _end(self, number: int) -> None:
         self._requests[number].reason = "aborted"  # first: an interrupted end is an end

@@ -41,6 +41,8 @@ class EngineRequest:
         Those of `tokens`, if they are wanted.
     prompt_logprobs : list of TokenLogprob
         Those of the prompt's tokens but the first, as far as they are computed and wanted.
+    num_cached : int
+        How many tokens of its prompt the prefix cache had, once it has a token.
     reason, message : str
         Why it ended, empty before that; and the message of an error.
     is_streamed : bool
@@ -56,6 +58,7 @@ class EngineRequest:
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_cached: int = 0
     reason: str = ""
     message: str = ""
     is_streamed: bool = False

@@ -156,6 +156,7 @@ def plan_results(
     writes: list[Write] = []
     for number, cached in zip(numbers, num_cached, strict=True):
         request = requests[number]
+        writes.append((vars(request), "num_cached", cached))
         if number in failed:
             made.append(Sampled(number, NO_TOKEN, "error", failed[number], cached))
             writes += request.plan_end("error", failed[number])
