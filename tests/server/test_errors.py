@@ -90,6 +90,17 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(shared, monkeypatch):
     assert json.loads(body)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_a_text_that_fails_ends_the_others_of_its_request(shared, monkeypatch):
+    ended, abort = [], shared.engine.abort
+    monkeypatch.setattr(shared.engine, "abort", lambda request: ended.append(request) or abort(request))
+    poison(shared, monkeypatch, lambda token: token == 1000)
+    asked = {"prompt": [[7, 8], [7, 1000], [9]], "max_tokens": 900, "ignore_eos": True}
+    status, _, body = ask(shared.port, asked)
+    assert (status, "logits are not finite" in json.loads(body)["error"]["message"]) == (500, True)
+    wait_until(lambda: not shared.engine.scheduler.num_running)
+    assert len({*ended}) == 2
+
+
 def test_a_text_that_goes_wrong_in_the_middle_ends_with_an_error_event(shared, monkeypatch):
     text, _ = complete(shared.port, "def main(", temperature=0, max_tokens=6)
     last = TOKENIZER.encode(text)[3]
