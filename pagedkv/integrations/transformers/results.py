@@ -148,7 +148,8 @@ def plan_results(
         finite = np.logical_and.reduceat(finite, stops - rows).tolist()
     if ranks is not None:
         tokens, finite = ranks.agree(tokens, finite)
-    failed |= dict.fromkeys(compress(numbers, np.logical_not(finite)), NOT_FINITE.format(dtype=logits.dtype))
+    if not all(finite):
+        failed |= dict.fromkeys(compress(numbers, np.logical_not(finite)), NOT_FINITE.format(dtype=logits.dtype))
     chosen = {number: token for number, token in zip(sampled, tokens, strict=True) if number not in failed}
     logprobs = _of_chosen(logits, last, chosen, requests)
     prompts = {} if rows is None else _of_prompts(logits, stops - rows, step, requests, failed)
@@ -156,7 +157,8 @@ def plan_results(
     writes: list[Write] = []
     for number, cached in zip(numbers, num_cached, strict=True):
         request = requests[number]
-        writes.append((vars(request), "num_cached", cached))
+        if not request.tokens:
+            writes.append((vars(request), "num_cached", cached))
         if number in failed:
             made.append(Sampled(number, NO_TOKEN, "error", failed[number], cached))
             writes += request.plan_end("error", failed[number])
