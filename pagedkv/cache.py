@@ -743,7 +743,10 @@ class PagedKVCache(Sequences):
 
     @consistent
     def plot(self, width: int = 64) -> str:
-        """A map of the pool in characters, `width` to a line: who holds each block, and which are shared."""
+        """A map of the pool in characters, `width` to a line: who holds each block, and which are shared.
+
+        With states a line says how many sequences and snapshots have.
+        """
         return pool_map(self).to_text(as_int("width", width, minimum=1))
 
     @consistent

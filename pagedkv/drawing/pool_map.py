@@ -72,6 +72,8 @@ class PoolMap:
         The index of the group of layers that each block belongs to, -1 for none; None if there is one group.
     windows : tuple of int or None
         The window of each group.
+    states : str
+        How many states there are, in words; empty if sequences have none.
     """
 
     owners: Int64Array
@@ -81,6 +83,7 @@ class PoolMap:
     cached: BoolArray | None = None
     groups: Int64Array | None = None
     windows: tuple[int | None, ...] = (None,)
+    states: str = ""
 
     def to_text(self, width: int = COLUMNS) -> str:
         """Draw the map in characters, `width` to a line and at most 16 lines, with a legend.
@@ -107,7 +110,7 @@ class PoolMap:
                 of_window[window] = of_window.get(window, "") + DIGITS[g % len(DIGITS)]
             names = [f"{g} {f'window {w}' if w else 'all tokens'}" for w, g in of_window.items()]
             lines.append("groups of layers: " + "  ".join([*names, *["# several"] * (cells.per_cell > 1)]))
-        return "\n".join(lines)
+        return "\n".join([*lines, *[self.states] * bool(self.states)])
 
     def to_html(self) -> str:
         """Draw the map as SVG for notebooks, with at most 1,024 squares, a legend and no scripts."""
@@ -141,6 +144,7 @@ class PoolMap:
         legend = "a colour is a sequence: full tokens, pale empty slots; framed: shared; empty: free"
         legend += "; dashed: cached" * bool(cells.cached.any()) + "; grey: of several" * (cells.per_cell > 1)
         legend += "; small: of layers with a window" * bool(cells.small.any())
+        legend += f"; {self.states}" * bool(self.states)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
             f'role="img" aria-label="blocks of the pool">{"".join(parts)}</svg>'

@@ -122,8 +122,11 @@ def pool_map(sequences: Sequences) -> PoolMap:
     cached = None if found is None else (ref_counts == 0) & found.is_findable(np.arange(sequences.pool.num_blocks))
     windows = tuple(group.window for group in sequences.groups)
     groups = sequences.block_groups() if len(windows) > 1 else None
-    fills, block_size = sequences.block_fills(), sequences.block_size
-    return PoolMap(sequences.block_owners(), ref_counts, fills, block_size, cached, groups, windows)
+    fills, block_size, slots, states = sequences.block_fills(), sequences.block_size, sequences._rows.states, ""
+    if slots is not None:
+        num_free = slots.num_slots - slots.num_used - slots.num_cached
+        states = f"states: {slots.num_used} of sequences, {slots.num_cached} other snapshots, {num_free} free"
+    return PoolMap(sequences.block_owners(), ref_counts, fills, block_size, cached, groups, windows, states)
 
 
 def _passed_blocks(sequences: Sequences) -> int:

@@ -370,3 +370,16 @@ def test_a_listener_that_raises_costs_no_state(event_of):
     cache.commit([seq])
     assert texts_of(cache.read_states([seq])) == [[*range(1, n + 5)]]
     assert snapshots(cache) == [n + 4]
+
+
+def test_the_map_counts_states():
+    texts = Texts(make_cache(6, max_seqs=6))
+    seq, _ = texts.prompt(range(1, 10), 4)
+    texts.prompt([50])
+    texts.fork(seq)
+    states = "states: 2 of sequences, 2 other snapshots, 2 free"
+    assert texts.cache.plot().splitlines()[-1] == states
+    assert f"; {states}</small>" in texts.cache._repr_html_()
+    texts.truncate(seq, 8)  # its state is a snapshot then
+    assert texts.cache.plot().endswith("states: 3 of sequences, 1 other snapshots, 2 free")
+    assert "states" not in PagedKVCache(**SIZE).plot()
