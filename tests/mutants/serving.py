@@ -165,9 +165,15 @@ MUTANTS = [
     ),
     Mutant(
         "transformers: rejected draft tokens stay in the cache",
-        "self.kv.truncate(self.seqs, lengths)",
-        "self.kv.truncate(self.seqs, self.kv.seq_lens(self.seqs))",
+        "length + tokens_to_remove, lengths",
+        "length + tokens_to_remove, lengths - tokens_to_remove",
         CACHE + "test_rejected_drafts_are_truncated[prompt lookup]",
+    ),
+    Mutant(
+        "transformers: an interrupted pass leaves its tokens in the cache",
+        "self.seqs, self._before, self._next_length = seqs, self.kv.seq_lens(seqs), self.length + length",
+        "self.seqs, self._before, self._next_length = seqs, self.kv.seq_lens(seqs) + length, self.length + length",
+        CACHE + "test_after_an_interrupt_at_any_instant_rows_have_as_many_tokens_as_the_cache_says[pass]",
     ),
     Mutant(
         "transformers: the full layers of an older configuration are one layer off",

@@ -120,6 +120,12 @@ MUTANTS = [
         "tests/stores/test_swap.py::test_what_could_be_found_can_be_found_again",
     ),
     Mutant(
+        "swap: what a reset has made unfindable comes back with its tokens",
+        "copy.num_clears != chains.num_clears[0]",
+        "False",
+        "tests/stores/test_swap.py::test_what_was_swapped_out_before_a_reset_is_never_found",
+    ),
+    Mutant(
         "swap: what others share goes with its first owner",
         "tuple(copies[i] for i in {*owners} if i < len(copies))",
         "()",
