@@ -163,7 +163,7 @@ class SwapSpace:
         rows, handles = self._find(seqs)
         self._forget_freed()
         for seq in handles:
-            if seq in self._out:
+            if seq in self._out and not self.cache.seq_lens(seq)[0]:  # an interrupted call may have left it here
                 raise ValueError(f"seqs must be sequences that are in the cache, got {seq}, which is swapped out")
         if (copies := self._store(rows, handles)) is None:
             return False

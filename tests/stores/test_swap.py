@@ -76,6 +76,24 @@ def test_what_was_swapped_out_before_a_reset_is_never_found(states):
     cache.check()
 
 
+def test_a_sequence_that_an_interrupted_call_has_put_back_goes_out_again(monkeypatch):
+    cache = make_cache()
+    seq, space = committed(cache, text(W + 3)), space_of(cache)
+    assert space.swap_out(seq)
+
+    def appended(*args, append=space._append):
+        append(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(space, "_append", appended)
+        with pytest.raises(KeyboardInterrupt):
+            space.swap_in(seq)
+    assert cache.seq_lens(seq) == W + 3
+    assert space.swap_out(seq)
+    assert space.swap_in(seq) == [W + 3]
+
+
 def test_what_sequences_share_is_stored_once():
     cache, store = make_cache(), make_store()
     seq = cache.add(4 * W + 2).seq
