@@ -91,7 +91,9 @@ class SmallEngine:
         snapshot_at: Sequence[int] = (),
         **sampling: Any,
     ) -> int:
-        """Add a request, with options as in the Engine for transformers; ValueError if it can never fit."""
+        """Add a request, with options as in the Engine for transformers; ValueError for others, or if it cannot fit."""
+        if lacking := [name for name in sampling if name not in Sampling.__annotations__]:
+            raise ValueError(f"{lacking[0]} is not supported by the small model: leave it out")
         if min_tokens > max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens = {max_tokens}, got {min_tokens}")
         ends = [*stop_token_ids, *([] if ignore_eos else [END])]

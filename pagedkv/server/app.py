@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
@@ -20,10 +20,11 @@ from starlette.routing import Route
 from .. import __version__
 from .admission import Admission, Busy
 from .answers import Answer, event
+from .logprobs import Decoder, Scores, token_text
 from .protocol import Prompt, Refused, Wanted, parse, parse_detokenize, parse_tokenize, too_long
 from .status import PAGE, metrics, pool
 from .visits import Visit, Visits, refusal
-from .worker import Engine, Job, Worker, Writer, counts
+from .worker import Engine, Job, Piece, Worker, Writer, counts
 
 # A body past the limit is read and discarded up to so many times the limit, so that its sender can read the answer.
 PATIENCE = 32
@@ -33,14 +34,6 @@ T = TypeVar("T")
 
 class Gone(Exception):
     """Raised when the client has left before there was an answer."""
-
-
-class Decoder(Protocol):
-    """Decodes tokens as they come."""
-
-    def push(self, token: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class Text(Protocol):
@@ -96,6 +89,7 @@ class Server:
         key: str | None = None,
     ) -> None:
         self.worker, self.admission, self.text = worker, admission, text
+        self._token_text = lru_cache(text.num_tokens)(partial(token_text, text.decode))
         self.context, self.max_body = context, max_body
         created = int(time.time())
         self.model: dict[str, Any] = {"id": model, "object": "model", "created": created, "owned_by": "pagedkv"}
@@ -159,23 +153,23 @@ class Server:
             raise Refused(413, f"the body must be of at most {self.max_body} bytes")
         return b"".join(parts)
 
-    async def _pieces(self, wanted: Wanted, visit: Visit) -> AsyncGenerator[tuple[int, str, str]]:
-        """Yield pieces of the texts as they come: the number of the choice, text, and the reason for its end, or ""."""
+    async def _pieces(self, wanted: Wanted, visit: Visit) -> AsyncGenerator[tuple[int, Piece]]:
+        """Yield pieces of the texts as they come, each with the number of its choice."""
         visit.reason = "aborted"
         try:
             most = min(wanted.max_tokens or self.context, self.context)
-            with self.admission.places(len(wanted.prompts), most) as places:
+            with self.admission.places(len(wanted.prompts) * wanted.n, most) as places:
                 # Encode on a thread: long prompts take a while, and a chat template is a program.
                 visit.jobs = await asyncio.to_thread(self._jobs, wanted)
                 ended = 0
                 async with contextlib.aclosing(self.worker.pieces(visit.jobs)) as pieces:
-                    async for index, text, reason in pieces:
+                    async for index, piece in pieces:
                         places[index].num_tokens += 1
                         self.counts["tokens"] += 1
-                        ended += bool(reason)
+                        ended += bool(piece.reason)
                         if ended == len(visit.jobs):
-                            visit.reason = reason
-                        yield index, text, reason
+                            visit.reason = piece.reason
+                        yield index, piece
         except Busy as error:
             visit.reason = "refused"
             raise Refused(503, str(error), retry_after=error.retry_after) from None
@@ -195,16 +189,34 @@ class Server:
         """What to compute for each choice."""
         jobs: list[Job] = []
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        for index, prompt in enumerate(wanted.prompts):
+        for prompt in wanted.prompts:
             tokens, snapshot_at = self._encode(prompt)
             room = self.context + 1 - len(tokens)  # the last token of a text is not computed, and needs none
-            max_tokens = wanted.max_tokens or max(1, room)
-            if max_tokens > room:
+            max_tokens = max(1, room) if wanted.max_tokens is None else wanted.max_tokens
+            if max(1, max_tokens) > room:
                 parts = f"{len(tokens)} in the prompt, {max_tokens} in the completion"
                 raise too_long(self.context, f"you requested {len(tokens) + max_tokens} tokens ({parts})")
-            writer = Writer(self.text.decoder(), wanted.stop, wanted.options["min_tokens"])
-            jobs.append(Job(tokens, max_tokens, wanted.options | {"snapshot_at": snapshot_at}, writer, index, queue))
+            options = {**wanted.options, **_logprobs(wanted), "snapshot_at": snapshot_at}
+            for choice in range(wanted.n):
+                if wanted.options["seed"] is not None:
+                    options = options | {"seed": wanted.options["seed"] + choice}
+                writer = self._writer(wanted, prompt, tokens)
+                scores = self._scores(wanted, tokens)
+                jobs.append(Job(tokens, max_tokens, options, writer, scores, len(jobs), choice == 0, queue))
         return jobs
+
+    def _writer(self, wanted: Wanted, prompt: Prompt, tokens: list[int]) -> Writer:
+        decoder, echo = self.text.decoder(), ""
+        if wanted.echo:
+            decoded = "".join(map(decoder.push, tokens))  # the text goes on from there, perhaps within a character
+            echo = prompt.content if isinstance(prompt.content, str) else decoded
+        return Writer(decoder, wanted.stop, wanted.options["min_tokens"], echo)
+
+    def _scores(self, wanted: Wanted, tokens: list[int]) -> Scores | None:
+        if wanted.logprobs is None and wanted.prompt_logprobs is None:
+            return None
+        echoed = tokens if wanted.echo else []
+        return Scores(self._token_text, self.text.decoder(), echoed, wanted.logprobs, wanted.prompt_logprobs)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], list[int]]:
         """The tokens of a prompt, and the lengths from which a later one may go on."""
@@ -269,29 +281,38 @@ class Server:
         return HTMLResponse(PAGE)
 
 
+def _logprobs(wanted: Wanted) -> dict[str, int]:
+    """The options of `Engine.add` for the log-probabilities that an answer has."""
+    of_prompt = [wanted.logprobs if wanted.echo else None, wanted.prompt_logprobs]
+    options = {
+        "logprobs": wanted.logprobs,
+        "prompt_logprobs": max((one for one in of_prompt if one is not None), default=None),
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
 # -- answers
-Pieces = AsyncGenerator[tuple[int, str, str]]
+Pieces = AsyncGenerator[tuple[int, Piece]]
 
 
 async def _whole(pieces: Pieces, answer: Answer) -> dict[str, Any]:
-    texts: dict[int, str] = {}
-    reasons: dict[int, str] = {}
-    async for index, text, reason in pieces:
-        texts[index], reasons[index] = texts.get(index, "") + text, reason
-    return answer.whole([(texts[index], reasons[index]) for index in sorted(texts)])
+    choices: dict[int, list[Piece]] = {}
+    async for index, piece in pieces:
+        choices.setdefault(index, []).append(piece)
+    return answer.whole([choices[index] for index in sorted(choices)])
 
 
 async def _events(pieces: Pieces, answer: Answer) -> AsyncGenerator[str]:
     begun: set[int] = set()
     async with contextlib.aclosing(pieces):
-        async for index, text, reason in pieces:
+        async for index, piece in pieces:
             if index not in begun:
                 begun.add(index)
                 yield answer.begin(index)
-            if text:
-                yield answer.text(index, text)
-            if reason:
-                yield answer.end(index, reason)
+            if piece.text or piece.scored:
+                yield answer.piece(index, piece)
+            if piece.reason:
+                yield answer.end(index, piece.reason)
     for last in answer.close():
         yield last
 

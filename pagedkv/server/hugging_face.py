@@ -122,6 +122,7 @@ def hugging_face(args: Namespace, pool: dict[str, Any], steps: dict[str, Any]) -
         pool["max_seq_len"] = args.context // args.block_size * args.block_size
     if pool["num_blocks"] is None and pool["memory"] is None:
         pool["memory"] = default_memory(model, args)
-    engine = Engine(model, **pool, **steps)
-    text = HuggingFaceText(AutoTokenizer.from_pretrained(args.model), has_states=bool(engine.cache.states))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    engine = Engine(model, tokenizer, **pool, **steps)
+    text = HuggingFaceText(tokenizer, has_states=bool(engine.cache.states))
     return engine, text, f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')} on {model.device}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any
+
+from .logprobs import MOST_LOGPROBS
 
 # Fields that are ignored, and why that is harmless.
 HARMLESS = {
@@ -19,15 +22,10 @@ HARMLESS = {
 }
 # Values that have no effect; other values ask for missing features.
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
     "bad_words": ([],),
-    "response_format": ({"type": "text"},),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -36,11 +34,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "prompt_cache_retention": ("in_memory",),
 }
-ONLY_TEXT: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",)}
+ONLY_TEXT: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 ONLY_TOKENS: dict[str, tuple[Any, ...]] = {"return_token_strs": (False,)}
 ONLY_CHAT: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -121,23 +117,32 @@ class Prompt:
 
 @dataclass
 class Wanted:
-    """A valid request, with a choice for each prompt.
+    """A valid request, with `n` choices for each prompt.
 
     Attributes
     ----------
     prompts : list of Prompt
+    n : int
     max_tokens : int or None
-        None for as many as fit.
+        None for as many as fit, and 0 for an echo alone.
     options : dict
         Keyword arguments of `Engine.add`.
     stop : list of str
         The text ends before the first of these.
+    echo : bool
+        Whether a text begins with its prompt.
+    logprobs, prompt_logprobs : int or None
+        How many of the most probable tokens to name beside each token of the text, or of the prompt.
     """
 
     prompts: list[Prompt]
+    n: int
     max_tokens: int | None
     options: dict[str, Any]
     stop: list[str]
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -242,10 +247,13 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
     """
     fields = _fields(body)
     prompts = [_chat(fields)] if chat else _prompts(fields, num_tokens)
-    limits = [fields.whole(name, None, 1, MOST) for name in ("max_tokens", "max_completion_tokens")]
+    echo = not chat and fields.flag("echo")
+    # Some ask for the log-probabilities of a prompt alone.
+    limits = [fields.whole(name, None, 0 if echo else 1, MOST) for name in ("max_tokens", "max_completion_tokens")]
     stream = fields.flag("stream")
     wanted = Wanted(
         prompts,
+        fields.whole("n", 1, 1, MOST),
         min((limit for limit in limits if limit is not None), default=None if chat else 16),
         {
             "temperature": float(fields.number("temperature", 1.0, 0, 2)),
@@ -259,8 +267,12 @@ def parse(body: bytes, *, chat: bool, num_tokens: int) -> Wanted:
             "ignore_eos": fields.flag("ignore_eos"),
             "priority": fields.whole("priority", 0, -MOST, MOST),
             "salt": _salt(fields),
+            **_adjustments(fields, num_tokens),
         },
         _stop(fields),
+        echo,
+        _chat_logprobs(fields) if chat else fields.whole("logprobs", None, 0, MOST_LOGPROBS),
+        None if chat else _prompt_logprobs(fields, stream),
         stream,
         *_usage_options(fields, stream),
     )
@@ -295,6 +307,62 @@ def _fields(body: bytes) -> Fields:
     if not isinstance(content, dict):
         raise Refused(400, f"the body must be a JSON object, got {type(content).__name__}")
     return Fields(content)
+
+
+def _adjustments(fields: Fields, num_tokens: int) -> dict[str, Any]:
+    """Those options of `Engine.add` that an engine may lack, if they have an effect."""
+    options = {
+        "presence_penalty": float(fields.number("presence_penalty", 0, -2, 2)),
+        "frequency_penalty": float(fields.number("frequency_penalty", 0, -2, 2)),
+        "logit_bias": _logit_bias(fields, num_tokens),
+        "response_format": _response_format(fields),
+    }
+    return {name: value for name, value in options.items() if value}
+
+
+def _logit_bias(fields: Fields, num_tokens: int) -> dict[int, float]:
+    what = f"an object of tokens from 0 to {num_tokens - 1}, in quotes, and numbers from -100 to 100"
+    given = fields.take("logit_bias", dict, what, {})
+    biases = {int(name): value for name, value in given.items() if re.fullmatch(r"[0-9]{1,18}", name)}
+    is_right = len(biases) == len(given) and all(0 <= token < num_tokens for token in biases)
+    if not is_right or not all(type(one) in (int, float) and -100 <= one <= 100 for one in biases.values()):
+        raise fields.wrong("logit_bias", what, given)
+    return biases
+
+
+def _response_format(fields: Fields) -> dict[str, Any] | None:
+    """Read which JSON a text has to be; None for any text."""
+    what = "an object with a type"
+    given = fields.take("response_format", dict, what)
+    if given is None:
+        return None
+    owner = "response_format."
+    inner, made = Fields(given, owner), None
+    kind = inner.need("type", str, "a text")
+    if kind == "json_object":
+        made = {"type": kind}
+    elif kind == "json_schema":
+        schema = Fields(inner.need("json_schema", dict, "an object with a schema"), f"{owner}json_schema.")
+        made = {"type": kind, "json_schema": {"schema": schema.need("schema", dict, "a JSON schema")}}
+        schema.end({}, {"name": "it is for logs", "description": "it is for logs", "strict": "every text is strict"})
+    elif kind != "text":
+        raise inner.wrong("type", '"text", "json_object" or "json_schema"', kind)
+    inner.end({}, {})
+    return made
+
+
+def _chat_logprobs(fields: Fields) -> int | None:
+    is_wanted, num_top = fields.flag("logprobs"), fields.whole("top_logprobs", None, 0, MOST_LOGPROBS)
+    if num_top and not is_wanted:
+        raise Refused(400, "top_logprobs is for requests with logprobs: true beside it: leave it out", "top_logprobs")
+    return (num_top or 0) if is_wanted else None
+
+
+def _prompt_logprobs(fields: Fields, stream: bool) -> int | None:
+    num_top: int | None = fields.whole("prompt_logprobs", None, 0, MOST_LOGPROBS)
+    if stream and num_top is not None:
+        raise Refused(400, "prompt_logprobs is for requests without stream: leave one out", "prompt_logprobs")
+    return num_top
 
 
 def _seed(fields: Fields) -> int | None:

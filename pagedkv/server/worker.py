@@ -11,9 +11,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .admission import Busy
+from .logprobs import Scored, Scores
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -55,6 +56,8 @@ class Writer:
         The text ends before the first of these.
     min_tokens : int
         A stop that is complete with so many tokens does not end the text.
+    echo : str
+        What the text begins with; no stop ends it.
 
     Attributes
     ----------
@@ -62,8 +65,8 @@ class Writer:
         Tokens so far.
     """
 
-    def __init__(self, decoder: Any, stops: list[str], min_tokens: int = 0) -> None:
-        self._decoder, self._stops, self._min_tokens = decoder, Stops(stops), min_tokens
+    def __init__(self, decoder: Any, stops: list[str], min_tokens: int = 0, echo: str = "") -> None:
+        self._decoder, self._stops, self._min_tokens, self._echo = decoder, Stops(stops), min_tokens, echo
         self.num_tokens = 0
 
     def push(self, token: int, reason: str) -> tuple[str, str]:
@@ -73,11 +76,15 @@ class Writer:
         if reason:
             text += self._decoder.finish()
         text = self._stops.push(text, may_stop=self.num_tokens > self._min_tokens, final=bool(reason))
+        text, self._echo = self._echo + text, ""
         return text, "stop" if self._stops.found else reason
 
 
 class Engine(Protocol):
-    """The interface of engines: that of `pagedkv.integrations.transformers`, or one of your own."""
+    """The interface of engines: that of `pagedkv.integrations.transformers`, or one of your own.
+
+    `add` raises ValueError for an option that the engine lacks, and the client gets its message.
+    """
 
     cache: Any
     scheduler: Any
@@ -89,6 +96,26 @@ class Engine(Protocol):
     def step(self) -> list[Any]: ...
 
 
+class Piece(NamedTuple):
+    """What a token adds to a text.
+
+    Attributes
+    ----------
+    text : str
+    reason : str
+        Why the text ends; empty while it goes on.
+    scored : sequence of Scored
+        The tokens with their log-probabilities, if they are wanted.
+    prompt_logprobs : list or None
+        With the first token, what the answer has for `prompt_logprobs`.
+    """
+
+    text: str
+    reason: str
+    scored: Sequence[Scored] = ()
+    prompt_logprobs: list[Any] | None = None
+
+
 @dataclass(eq=False)
 class Job:
     """A text of a request: what to compute, and the queue in which the texts of the request come back.
@@ -96,13 +123,17 @@ class Job:
     Attributes
     ----------
     tokens, max_tokens, options
-        Arguments of `Engine.add`.
+        Arguments of `Engine.add`; of no tokens the engine makes one, which is thrown away.
     writer : Writer
         Makes the text, on the worker's thread.
+    scores : Scores or None
+        Makes its log-probabilities there.
     index : int
         The number of the text among those of its request.
+    is_first : bool
+        Whether it is the first text of its prompt, which is counted once.
     pieces : asyncio.Queue
-        Gets a (job, (text, reason)) for each token, or (job, the exception that ended the request).
+        Gets a (job, Piece) for each token, or (job, the exception that ended the request).
     request : int
         The engine's number for it, which only the worker uses; -1 before it has one.
     num_cached, num_new : int
@@ -113,26 +144,47 @@ class Job:
     max_tokens: int
     options: dict[str, Any]
     writer: Writer
+    scores: Scores | None
     index: int
+    is_first: bool
     pieces: asyncio.Queue[Any]
     request: int = -1
     num_cached: int = 0
     num_new: int = 0
 
-    def piece(self, sampled: Any) -> tuple[str, str] | Exception:
-        """Convert a token to text and the reason for its end, or to the exception that ends the request."""
+    def piece(self, sampled: Any) -> Piece | Exception:
+        """Convert a token to what it adds to the text, or to the exception that ends the request."""
         if sampled.reason == "error":
             return RuntimeError(f"the model failed: {sampled.message}")
-        self.num_cached, self.num_new = sampled.num_cached, self.num_new + 1
+        self.num_cached = sampled.num_cached
         try:
-            return self.writer.push(sampled.token, sampled.reason)
+            made = Piece(*self._text(sampled))
+            return made if self.scores is None else self._with_logprobs(made, sampled, self.scores)
         except Exception as error:  # a tokenizer may raise anything
             return RuntimeError(f"the text cannot be decoded: {type(error).__name__}: {error}")
+
+    def _text(self, sampled: Any) -> tuple[str, str]:
+        if not self.max_tokens:
+            return self.writer.push(sampled.token, "stop")[0], "length"
+        self.num_new += 1
+        return self.writer.push(sampled.token, sampled.reason)
+
+    def _with_logprobs(self, made: Piece, sampled: Any, scores: Scores) -> Piece:
+        scored: list[Scored] = []
+        of_prompt = None
+        if sampled.prompt_logprobs is not None:
+            scored += scores.prompt(sampled.prompt_logprobs)
+            of_prompt = scores.of_prompt(sampled.prompt_logprobs)
+        if self.max_tokens and sampled.logprob is not None:
+            scored.append(scores.token(sampled.token, sampled.logprob, sampled.top_logprobs))
+        return made._replace(scored=scored, prompt_logprobs=of_prompt)
 
 
 def counts(jobs: Sequence[Job]) -> tuple[int, int, int]:
     """The tokens of the prompts of jobs, those of them that the prefix cache had, and generated ones."""
-    return sum(len(job.tokens) for job in jobs), sum(job.num_cached for job in jobs), sum(job.num_new for job in jobs)
+    firsts = [job for job in jobs if job.is_first]
+    num_prompt, num_cached = sum(len(job.tokens) for job in firsts), sum(job.num_cached for job in firsts)
+    return num_prompt, num_cached, sum(job.num_new for job in jobs)
 
 
 class Worker:
@@ -172,8 +224,8 @@ class Worker:
         self._inbox.put((self._end, None))
         await asyncio.to_thread(self._thread.join)
 
-    async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, str, str]]:
-        """Yield the texts of jobs token by token: index, text, and the reason for its end, or "".
+    async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece]]:
+        """Yield the texts of jobs token by token, each with the number of the text.
 
         The jobs share their queue. Leaving the loop early aborts those that have not ended, as does an error of one.
 
@@ -198,10 +250,9 @@ class Worker:
                 if isinstance(piece, Exception):
                     left.discard(job)
                     raise piece
-                text, reason = piece
-                if reason:
+                if piece.reason:
                     left.discard(job)
-                yield job.index, text, reason
+                yield job.index, piece
         finally:
             self._open.difference_update(jobs)
             for job in left:
@@ -282,7 +333,7 @@ class Worker:
         """Add a token to the text of its request, which may end it."""
         job = self._jobs[sampled.request]
         piece = job.piece(sampled)
-        if isinstance(piece, Exception) or piece[1]:
+        if isinstance(piece, Exception) or piece.reason:
             del self._jobs[sampled.request]
             if not sampled.reason:  # the engine does not know that the text has ended
                 self.engine.abort(sampled.request)
@@ -290,9 +341,9 @@ class Worker:
 
     def _add(self, job: Job) -> None:
         try:
-            job.request = self.engine.add(job.tokens, job.max_tokens, **job.options)
+            job.request = self.engine.add(job.tokens, max(1, job.max_tokens), **job.options)
             self._jobs[job.request] = job
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ImportError, RecursionError) as error:
             self._post(self._deliver, [(job, ValueError(str(error)))])
         except Exception as error:
             failure = RuntimeError(f"the engine cannot take it: {type(error).__name__}: {error}")

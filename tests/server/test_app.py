@@ -163,6 +163,28 @@ def test_several_prompts_get_a_choice_each(shared):
     assert counted[0] > 0
 
 
+def test_a_prompt_gets_n_choices_each_with_its_seed(shared):
+    asked = {"prompt": ["def main(", "class"], "temperature": 2.0, "max_tokens": 5, "n": 2}
+    answer = json.loads(ask(shared.port, asked | {"seed": 7})[2])
+    alone = [
+        complete(shared.port, **asked | {"prompt": x, "seed": s, "n": 1})[0] for x in asked["prompt"] for s in (7, 8)
+    ]
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [*enumerate(alone)]
+    tokens = sum(len(TOKENIZER.encode(x)) for x in asked["prompt"])
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (tokens, 20)
+    assert len({choice["text"] for choice in json.loads(ask(shared.port, asked)[2])["choices"]}) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_goes_before_the_text(shared, stream):
+    text, _ = complete(shared.port, "é(", temperature=0, max_tokens=5)
+    options = {"temperature": 0, "stream": stream, "echo": True}
+    assert complete(shared.port, "é(", max_tokens=5, stop="é", **options) == ("é(" + text, "length")
+    assert complete(shared.port, TOKENIZER.encode("é("), max_tokens=0, **options) == ("é(", "length")
+    # A prompt that ends within a character.
+    assert complete(shared.port, list("é".encode()[:1]), max_tokens=0, **options) == ("\ufffd", "length")
+
+
 def test_a_client_that_leaves_ends_all_its_texts(shared, monkeypatch):
     before, ended, abort = aborted(shared), [], shared.engine.abort
     monkeypatch.setattr(shared.engine, "abort", lambda request: ended.append(request) or abort(request))
@@ -219,7 +241,9 @@ def test_texts_and_tokens_are_converted(shared):
         ({"prompt": "\ud800"}, 400, "the prompt cannot be encoded"),
         ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens must be a whole number from 1 to"),
         ({"prompt": "x", "temperature": float("nan")}, 400, "temperature must be a number from 0 to 2, got NaN"),
-        ({"prompt": "x", "n": 2}, 400, "n must be 1 on this server, got 2: leave it out"),
+        ({"prompt": ["x"] * 69, "n": 2}, 400, "a request may ask for 136 texts on this server, got 138"),
+        ({"prompt": "x", "logprobs": 1, "echo": True}, 400, "logprobs is not supported by the small model: leave it"),
+        ({"prompt": "x", "logit_bias": {"3": 1}}, 400, "logit_bias is not supported by the small model: leave it out"),
         ({"prompt": "x", "stop": [1]}, 400, "stop must be a text"),
     ],
 )

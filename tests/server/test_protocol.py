@@ -28,12 +28,22 @@ HONOURED = {
 }
 
 
+ADJUSTING = {
+    **{"presence_penalty": 0.5, "frequency_penalty": -1.0},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+}
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_what_is_honoured_goes_to_the_engine(chat):
     wanted = parsed(chat, **HONOURED, cache_salt="mine", stop="y", max_tokens=7, max_completion_tokens=5)
     assert wanted.options == HONOURED | {"salt": "mine"}
     assert (wanted.stop, wanted.max_tokens) == (["y"], 5)
     assert parsed(chat).options.keys() == wanted.options.keys()
+    assert parsed(chat, **ADJUSTING, logit_bias={"3": -100, "0": 0.5}).options == parsed(chat).options | ADJUSTING | {
+        "logit_bias": {3: -100, 0: 0.5}
+    }
+    assert parsed(chat, n=3).n == 3
     assert parsed(chat, top_k=-1).options["top_k"] == 0
     assert parsed(chat, seed=-1) == parsed(chat)
 
@@ -61,19 +71,23 @@ def test_options_of_what_makes_tokens_go_to_it():
 
 # Of OpenAI's and vLLM's APIs: what asks for something that is not here.
 ASKING = {
-    **{"n": 2, "best_of": 2, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"5": -100}},
-    **{"length_penalty": 2, "use_beam_search": True, "bad_words": ["x"], "allowed_token_ids": [1]},
+    **{"best_of": 2, "length_penalty": 2, "use_beam_search": True, "bad_words": ["x"], "allowed_token_ids": [1]},
     **{"include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False},
-    **{"truncate_prompt_tokens": 3, "prompt_logprobs": 0, "return_token_ids": True, "request_id": "x"},
+    **{"truncate_prompt_tokens": 3, "return_token_ids": True, "request_id": "x"},
     **{"return_tokens_as_token_ids": True, "logits_processors": [], "kv_transfer_params": {}, "vllm_xargs": {}},
-    **{"response_format": {"type": "json_object"}, "structured_outputs": {}, "guided_json": {}, "guided_regex": ""},
+    **{"structured_outputs": {}, "guided_json": {}, "guided_regex": ""},
     **{"guided_choice": [], "guided_grammar": "", "guided_decoding_backend": "x", "guided_whitespace_pattern": ""},
     **{"service_tier": "flex", "prompt_cache_retention": "24h", "max_new_tokens": 3, "max_tokenz": 3},
-    **{"continuous_usage_stats": True, "top_logprobs": 3, "priorty": 1, "num_beams": 1, "regex": "a"},
+    **{"continuous_usage_stats": True, "priorty": 1, "num_beams": 1, "regex": "a"},
 }
-ASKING_TEXT = {"echo": True, "suffix": "x", "logprobs": 0, "prompt_embeds": "x"}
+ASKING_TEXT = {"suffix": "x", "prompt_embeds": "x", "top_logprobs": 3}
 ASKING_CHAT = {
-    **{"logprobs": True, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+    **{
+        "echo": True,
+        "prompt_logprobs": 0,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "required",
+    },
     **{"functions": [{"name": "f"}], "function_call": {"name": "f"}, "modalities": ["audio"], "audio": {}},
     **{"prediction": {}, "web_search_options": {}, "reasoning_effort": "low", "verbosity": "low", "store": True},
     **{"add_special_tokens": True, "add_generation_prompt": False, "continue_final_message": True},
@@ -97,19 +111,37 @@ def test_no_field_is_without_effect_but_those_that_are_listed(chat, name, value)
 def test_what_asks_for_nothing_is_taken(chat):
     nothing = {"model": "any", "user": "me", "metadata": {"a": "b"}, "n": 1, "presence_penalty": 0.0, "bad_words": []}
     nothing |= (
-        {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "store": False} if chat else {"echo": False}
+        {"parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "store": False, "top_logprobs": 0}
+        if chat
+        else {"echo": False}
     )
+    nothing |= {"logit_bias": {}, "frequency_penalty": 0, "response_format": {"type": "text"}}
     assert parsed(chat, **nothing) == parsed(chat)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"n": True}, "n must be 1 on this server, got true: leave it out"),
+        ({"n": True}, "n must be a whole number from 1 to"),
+        ({"n": 0}, "n must be a whole number from 1 to"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number from 1 to"),
+        ({"logprobs": 21}, "logprobs must be a whole number from 0 to 20, got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be a whole number from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs is for requests without stream: leave one out"),
+        ({"frequency_penalty": 3}, "frequency_penalty must be a number from -2 to 2, got 3"),
+        *(
+            ({"logit_bias": bias}, "logit_bias must be an object of tokens from 0 to 9, in quotes, and numbers from -1")
+            for bias in (5, {"10": 1}, {"x": 1}, {"-1": 1}, {"1": 101}, {"1": True}, {"1": None}, {"1": 1, "01": 1})
+        ),
+        ({"response_format": {"type": "x"}}, r'response_format\.type must be "text", "json_object" or "json_schema"'),
+        ({"response_format": {"type": "json_schema"}}, r"response_format\.json_schema is missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            r"response_format\.json_schema\.schema is missing",
+        ),
         ({"service_tier": "flex"}, 'service_tier must be "auto" or "default" on this server, got "flex": leave it out'),
         ({"bad_words": ["x"]}, "bad_words are not supported by this server: leave them out"),
-        ({"logit_bias": 5}, "logit_bias is not supported by this server: leave it out"),
-        ({"echo": True}, "echo is not supported by this server: leave it out"),
+        ({"suffix": "x"}, "suffix is not supported by this server: leave it out"),
         ({"top_k": True}, "top_k must be a whole number"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"min_p": 1.5}, "min_p must be a number from 0 to 1, got 1.5"),
@@ -156,6 +188,9 @@ def test_a_field_that_is_missing_is_named_and_what_may_be_meant_for_it(fields, c
     ("fields", "words"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported by this server: leave"),
+        ({"logprobs": 3}, "logprobs must be true or false, got 3"),
+        ({"top_logprobs": 3}, "top_logprobs is for requests with logprobs: true beside it: leave it out"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be a whole number from 0 to 20"),
         ({"chat_template_kwargs": "x"}, 'chat_template_kwargs must be an object, got "x"'),
     ],
 )
