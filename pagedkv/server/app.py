@@ -207,9 +207,10 @@ class Server:
 
     def _writer(self, wanted: Wanted, prompt: Prompt, tokens: list[int]) -> Writer:
         decoder, echo = self.text.decoder(), ""
-        if wanted.echo:
-            decoded = "".join(map(decoder.push, tokens))  # the text goes on from there, perhaps within a character
-            echo = prompt.content if isinstance(prompt.content, str) else decoded
+        if wanted.echo and isinstance(prompt.content, str):
+            echo = prompt.content
+        elif wanted.echo:
+            echo = "".join(map(decoder.push, tokens))  # the text goes on from there, perhaps within a character
         return Writer(decoder, wanted.stop, wanted.options["min_tokens"], echo)
 
     def _scores(self, wanted: Wanted, tokens: list[int]) -> Scores | None:

@@ -21,7 +21,7 @@ CONTENT = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
 
 def save(folder, kind, chat_template=None, eos_token_id=None):
     """Save a model and its tokenizer, and return both."""
-    model, tokenizer = make_model(kind, vocab_size=256, eos_token_id=eos_token_id), byte_tokenizer()
+    model, tokenizer = make_model(kind, vocab_size=256, eos_token_id=eos_token_id), byte_tokenizer(bos_token="!")
     tokenizer.chat_template = chat_template
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -106,6 +106,7 @@ def test_log_probabilities_of_a_text_and_its_echo_are_those_of_the_model(llama, 
         alone = choice_of(server.port, prompt=asked, max_tokens=0, logprobs=2, echo=True, stream=stream)
         assert alone["text"] == said
         assert alone["logprobs"] == {name: values[: len(prompt)] for name, values in scored.items()}
+        assert choice_of(server.port, prompt="!\ufffd", max_tokens=0, echo=True)["text"] == "!\ufffd"
         plain = choice_of(server.port, prompt=asked, max_tokens=4, logprobs=2, stream=stream)["logprobs"]
         assert plain["token_logprobs"] == pytest.approx(scored["token_logprobs"][len(prompt) :], abs=1e-4)
 
@@ -139,6 +140,8 @@ def test_a_text_is_adjusted_as_asked(llama, monkeypatch):
     [token] = tokenizer("x").input_ids
     asked = {"prompt": "def", "max_tokens": 3, "logit_bias": {str(token): 100}}
     assert choice_of(server.port, **asked)["text"] == "xxx"
+    cut = choice_of(server.port, **asked, stop="xx", logprobs=0)
+    assert (cut["text"], cut["logprobs"]["tokens"]) == ("", ["x", "x"])
     assert choice_of(server.port, **asked, presence_penalty=2, frequency_penalty=2)["text"] == "xxx"
     assert choice_of(server.port, **asked | {"logit_bias": {str(token): 2}}, presence_penalty=2)["text"] != "xxx"
     pytest.importorskip("llguidance")
