@@ -343,7 +343,7 @@ class Worker:
         try:
             job.request = self.engine.add(job.tokens, max(1, job.max_tokens), **job.options)
             self._jobs[job.request] = job
-        except (TypeError, ValueError, ImportError, RecursionError) as error:
+        except (TypeError, ValueError, ImportError) as error:
             self._post(self._deliver, [(job, ValueError(str(error)))])
         except Exception as error:
             failure = RuntimeError(f"the engine cannot take it: {type(error).__name__}: {error}")

@@ -73,10 +73,14 @@ class Grammars:
         """Make the grammar of a schema, or raise ValueError."""
         matcher = self._library.LLMatcher
         compact = {"whitespace_flexible": False}  # else a model may write spaces for ever
-        text = matcher.grammar_from_json_schema(json.dumps(schema), overrides=compact)
-        made = matcher(self._tokenizer, text, log_level=0)
-        if made.is_error():
-            raise ValueError(f"response_format has a schema that llguidance does not take: {made.get_error()}")
+        try:
+            text = matcher.grammar_from_json_schema(json.dumps(schema), overrides=compact)
+            made = matcher(self._tokenizer, text, log_level=0)
+            error = made.get_error() if made.is_error() else None
+        except (ValueError, RecursionError) as too_deep:
+            error = too_deep
+        if error is not None:
+            raise ValueError(f"response_format has a schema that llguidance does not take: {error}")
         return Grammar(made, self._tokenizer.vocab_size)
 
 

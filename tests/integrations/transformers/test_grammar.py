@@ -25,6 +25,14 @@ SMALL = SCHEMA | {"properties": {"a": KINDS[0], "b": KINDS[1]}, "required": ["a"
 END = 256
 
 
+def nested(depth):
+    """A schema of an array in an array, and so on."""
+    schema = {"type": "array"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def format_of(schema):
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
 
@@ -134,6 +142,8 @@ def test_a_processor_has_no_way_around_the_schema(model, tokenizer):
         ({"response_format": "json"}, r"^response_format must be \{\"type\": \"json_object\"\}.*, got 'json'$"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "^response_format must be "),
         ({"response_format": format_of({"type": "nothing"})}, "a schema that llguidance does not take: "),
+        ({"response_format": format_of(nested(400))}, "a schema that llguidance does not take: recursion limit"),
+        ({"response_format": format_of(nested(5_000))}, "a schema that llguidance does not take: maximum recursion"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 1}, "min_tokens and ignore_eos must be left out"),
     ],
 )
