@@ -431,6 +431,13 @@ def test_the_openai_client(shared):
         messages = [{"role": "user", "content": "def main("}]
         chat = client.chat.completions.create(model="small", messages=messages, max_tokens=5, temperature=0)
         assert chat.choices[0].message.content
+        several = client.completions.create(**options | {"prompt": ["def main(", "class"]}, n=2)
+        assert [choice.text for choice in several.choices][:2] == [whole.choices[0].text] * 2
+        assert len(several.choices) == 4
+        with pytest.raises(openai.BadRequestError, match="tools are not supported by this server: leave them out"):
+            client.chat.completions.create(
+                model="small", messages=messages, tools=[{"type": "function", "function": {"name": "f"}}]
+            )
         with pytest.raises(openai.BadRequestError, match="maximum context length is 1024") as refused:
             client.completions.create(**options | {"max_tokens": 2000})
         assert refused.value.code == "context_length_exceeded"
