@@ -26,7 +26,7 @@ def plan_snapshots(rows: SequenceRows, which: Int64Array, lasting: npt.NDArray[n
 def lens_with_state(rows: SequenceRows, row: int) -> Int64Array:
     """The lengths to which a row can be cut down, ascending: 0, those of its snapshots, and that of its state or more.
 
-    Tokens behind its state are not computed yet.
+    Tokens behind its state are not computed yet. A state that is lost has no length.
     """
     assert rows.states is not None
     one, length, snapshots = np.array([row]), int(rows.lens[row]), NO_BLOCKS
@@ -34,7 +34,7 @@ def lens_with_state(rows: SequenceRows, row: int) -> Int64Array:
         chain = rows.ends(one.repeat(num_found), np.arange(1, num_found + 1) * rows.block_size)
         snapshots = rows.states.along(chain)[0] * rows.block_size
     stands_for = int(rows.states.lens_of(one)[0])
-    own = np.arange(length if stands_for < 0 else stands_for, length + 1)
+    own = NO_BLOCKS if stands_for < 0 else np.arange(stands_for, length + 1)
     return np.union1d(snapshots, np.append(own, 0))
 
 
@@ -42,14 +42,15 @@ def require_lens(rows: SequenceRows, which: Int64Array, lens: Int64Array) -> Non
     """Raise ValueError unless there is a state for each row at its new length, at most what it has now."""
     assert rows.states is not None
     stands_for = rows.states.lens_of(which)
-    possible = (lens == 0) | (lens == rows.lens[which]) | ((stands_for >= 0) & (stands_for <= lens))
+    possible = (lens == 0) | ((stands_for >= 0) & (stands_for <= lens))
     for i in (~possible).nonzero()[0].tolist():
         there = lens_with_state(rows, int(which[i]))
         place = int(there.searchsorted(lens[i]))
-        if there[place] != lens[i]:
+        if lens[i] not in there:
+            nearest = " and ".join(map(str, there[place - 1 : place + 1]))
             raise ValueError(
-                f"length must be one for which sequence {rows.handles.of(which)[i]} has a state, got {lens[i]}: the "
-                f"nearest are {there[place - 1]} and {there[place]}"
+                f"length must be one for which sequence {rows.handles.of(which)[i]} has a state, got {lens[i]}: "
+                f"it has one for {nearest}"
             )
 
 
@@ -64,7 +65,7 @@ def require_written(rows: SequenceRows, which: Int64Array) -> None:
         if stands_for[i] < 0:
             raise ValueError(
                 f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it to "
-                f"{lens_with_state(rows, int(which[i]))[-2:][0]}, and compute what follows again"
+                f"{lens_with_state(rows, int(which[i]))[-1]}, and compute what follows again"
             )
         raise ValueError(
             f"seqs must have states that stand for all their tokens, but that of sequence {seq} stands for "

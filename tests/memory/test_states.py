@@ -119,7 +119,7 @@ def test_a_sequence_goes_back_to_a_snapshot_of_its_own_text_alone():
     seq, _ = texts.prompt(range(1, 15), 4)
     assert texts.cache.lens_with_state(seq).tolist() == [0, 4, 12, 14]
     for length, nearest in ((13, "12 and 14"), (8, "4 and 12"), (2, "0 and 4")):
-        message = f"^length must be one for which sequence {seq} has a state, got {length}: the nearest are {nearest}$"
+        message = f"^length must be one for which sequence {seq} has a state, got {length}: it has one for {nearest}$"
         with refused(texts.cache, ValueError, message):
             texts.cache.truncate([other, seq], [14, length])
     texts.truncate(seq, 12)
@@ -142,7 +142,9 @@ def test_an_interrupted_write_shows(monkeypatch, num_states):
             cache.write_states([seq], advanced(states, [[7]]))
     cache.check()
     assert cache.state_lens([seq]).tolist() == [-1]
-    assert cache.lens_with_state(seq).tolist() == [0, 4, 7]
+    assert cache.lens_with_state(seq).tolist() == [0, 4]
+    with refused(cache, ValueError, f"sequence {seq} has a state, got 7: it has one for 4$"):  # its own length
+        cache.truncate(seq, 7)
     with refused(cache, ValueError, f"the state of sequence {seq} is lost, since write_states was interrupted"):
         cache.read_states([seq])
     with refused(cache, ValueError, "is lost, .*: truncate it to 4, and compute"):
@@ -164,8 +166,10 @@ def test_a_lost_state_is_not_that_of_a_longer_text(monkeypatch):
         patch.setattr(StateArrays, "write", fails_after(0, StateArrays.write, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             texts.cache.write_states([other], advanced(texts.cache.read_states([other]), [[5, 6]]))
-    texts.cache.truncate(other, 6)
-    assert texts.cache.state_lens([seq, other]).tolist() == [8, 0]
+    with refused(texts.cache, ValueError, f"sequence {other} has a state, got 6: it has one for 0$"):
+        texts.cache.truncate(other, 6)
+    assert texts.cache.state_lens([seq, other]).tolist() == [8, -1]
+    texts.cache.truncate(other, 0)
     texts.cache.check()
 
 

@@ -314,7 +314,7 @@ def test_going_back():
     seq, _ = texts.prompt(text(10))
     texts.decode(seq, range(11, 20))
     assert texts.cache.lens_with_state(seq).tolist() == [0, 8, 16, 19]
-    with pytest.raises(ValueError, match=f"sequence {seq} has a state, got 17: the nearest are 16 and 19$"):
+    with pytest.raises(ValueError, match=f"sequence {seq} has a state, got 17: it has one for 16 and 19$"):
         texts.truncate(seq, 17)
     texts.truncate(seq, 16)
     texts.decode(seq, [77])
