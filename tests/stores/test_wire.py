@@ -1,5 +1,7 @@
 """Wire blocks: what a cache with other blocks reads is what was written; nothing else is taken for it."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,25 @@ def test_keys_differ_with_all_that_k_and_v_depend_on():
     assert len(set.union(*sets)) == sum(map(len, sets))
     assert keys_of(make_cache(layout="HND", block_size=16)) == keys_of()
     assert keys_of(make_cache(**fp8, k_scale=1.0)) == keys_of(make_cache(**fp8))
+
+
+@pytest.mark.parametrize(
+    ("stored", "word", "digest"),
+    [
+        ({"dtype": "float32"}, 0, "a004e4be19b481c7"),
+        ({"dtype": "float16"}, 1, "eedd42c502b29fc8"),
+        ({"dtype": "bfloat16"}, 2, "75e5613cf0650035"),
+        ({"kv_dtype": "fp8_e4m3", "k_scale": 2.0}, 3, "95e3349b8b251c51"),
+        ({"kv_dtype": "fp8_e5m2"}, 4, "c71bebb749609934"),
+    ],
+    ids=str,
+)
+def test_what_an_earlier_version_stored_stays_readable(stored, word, digest):
+    blocks = blocks_of(cache := make_cache(**stored))
+    fill(cache)
+    _, sealed = blocks.read(np.arange(2 * W - 3), blocks.wire.digests(text(2 * W - 3), NO_SALT))
+    assert bytes(sealed[0][:12]) == b"pagedkv\n\1\0" + word.to_bytes(2, "little")
+    assert hashlib.blake2b(b"".join(sealed), digest_size=8).hexdigest() == digest
 
 
 def test_a_key_names_all_tokens_before_it():
