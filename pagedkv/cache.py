@@ -13,7 +13,7 @@ import numpy.typing as npt
 from .arrays import between_graphs
 from .commit import Write
 from .commit import commit as store
-from .layouts import storage_dtype
+from .layouts import KvFormat
 from .memory import snapshots, starts
 from .memory.arguments import MAX_INT32, as_int, bool_per_seq, per_layer, per_seq
 from .memory.device.arrays import Arrays
@@ -213,11 +213,11 @@ class PagedKVCache(Sequences):
         shapes = shapes_of(num_layers, num_kv_heads, head_dim)
         block_size = as_int("block_size", block_size, minimum=1, maximum=MAX_INT32)
         arrays = Arrays(array_module, device)
-        stored = storage_dtype(dtype, kv_dtype)
+        kv_format = KvFormat.of(dtype, kv_dtype)
         sizes_of_groups: dict[str, Any] = {"max_seq_len": max_seq_len, "same_as": same_as, "group_size": group_size}
         groups = LayerGroups.of(windows, num_layers, block_size, **sizes_of_groups, shapes=shapes)
         keep = as_int("keep", keep, maximum=MAX_INT32)
-        block_bytes = bytes_of_block(groups, shapes, layout, block_size, stored.itemsize)
+        block_bytes = bytes_of_block(groups, shapes, kv_format, layout, block_size)
         if (num_blocks is None) == (memory is None):
             raise ValueError("either num_blocks or memory must be given, and not both")
         room = 0 if memory is None else bytes_of("memory", memory, arrays)
@@ -246,14 +246,14 @@ class PagedKVCache(Sequences):
             for options, of_layer, (heads, _) in zip(
                 self._options, per_layer(name, scale, num_layers), shape_of, strict=True
             ):
-                kept = cache_pair.kept_scale(name, of_layer, kv_dtype or stored.name, heads)
+                kept = cache_pair.kept_scale(name, of_layer, kv_format, heads)
                 options[name] = arrays.asarray(kept) if isinstance(kept, np.ndarray) else kept
         for layer, other in (same_as or {}).items():
             self._options[layer] = self._options[other]  # whose scales made what it reads
         if prefix_cache:
             require_block_size(block_size)
         # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.
-        self._layer_caches = LayerCaches(arrays, layout, num_blocks, block_size, shapes, groups, stored)
+        self._layer_caches = LayerCaches(arrays, layout, num_blocks, block_size, shapes, groups, kv_format)
         self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
         self._state_arrays = StateArrays(arrays, specs, num_states)
         self.states = self._state_arrays.by_name

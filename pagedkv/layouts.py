@@ -1,25 +1,27 @@
-"""Shapes and dtypes of caches: the layouts NHD, HND and vllm."""
+"""What caches are: the formats of their rows, and the layouts NHD, HND and vllm."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from .typing import KvDtype, Layout
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-FP8_KINDS: tuple[KvDtype, ...] = get_args(KvDtype)
+KV_DTYPES: tuple[KvDtype, ...] = get_args(KvDtype)
 FLOAT32 = np.dtype(np.float32)
 FLOAT_DTYPES = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-FP8_DTYPES = {"fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
 VECTOR_BYTES = 16
 
 _NHD = "(num_blocks, block_size, num_kv_heads, head_dim)"
 _HND = "(num_blocks, num_kv_heads, block_size, head_dim)"
+_EITHER = " or ".join(f'"{name}"' for name in KV_DTYPES)
 
 
 class Geometry(NamedTuple):
@@ -31,26 +33,137 @@ class Geometry(NamedTuple):
     head_dim: int
 
 
+class Part(NamedTuple):
+    """The shape and the dtype of an array of a layer: ``np.zeros(*part)`` makes it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvFormat:
+    """What a row of a cache is, the D elements of a token and KV head. FORMATS has the only object of each name.
+
+    Attributes
+    ----------
+    name : str
+        "float32", "float16", "bfloat16", or a kv_dtype.
+    element : numpy.dtype
+        The float dtype whose bits elements have; that of fp8 is from ml_dtypes.
+    stored : numpy.dtype
+        The dtype of K and V: `element`, or uint8 for fp8.
+    scaled : bool
+        Whether calls give k_scale and v_scale, by which elements are multiplied.
+    wire_word : int
+        What wire blocks call it: stores keep them, so this number never changes.
+    """
+
+    name: str
+    element: np.dtype[Any]
+    stored: np.dtype[Any]
+    scaled: bool
+    wire_word: int
+
+    @staticmethod
+    def of(dtype: Any, kv_dtype: KvDtype | None) -> KvFormat:
+        """The format of a cache that a caller asks for.
+
+        Parameters
+        ----------
+        dtype : dtype-like
+            float32, float16 or bfloat16, as `float_dtype` takes it.
+        kv_dtype : str or None
+            "fp8_e4m3" or "fp8_e5m2" for caches in 8 bits.
+
+        Raises
+        ------
+        TypeError
+            `dtype` is none of the three.
+        ValueError
+            `kv_dtype` is not the name of a format in 8 bits.
+        """
+        require_kv_dtype(kv_dtype)
+        of_floats = float_dtype(dtype).name
+        return FORMATS[kv_dtype or of_floats]
+
+    @property
+    def coded(self) -> bool:
+        """Whether elements are codes, which are widened to float32, rather than floats that users compute with."""
+        return self.stored.itemsize == 1
+
+    @property
+    def wide(self) -> np.dtype[Any]:
+        """The dtype of dense rows, as `gather_kv` returns them."""
+        return FLOAT32 if self.coded else self.stored
+
+    @property
+    def takes(self) -> tuple[np.dtype[Any], ...]:
+        """The dtypes of q, and of k and v, beside such a cache."""
+        return FLOAT_DTYPES if self.coded else (FLOAT32, self.stored)
+
+    def parts(
+        self, layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[Part, ...]:
+        """The arrays of a layer, K and V; sizes as in `cache_shapes`."""
+        shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, self.stored.itemsize)
+        return tuple(Part(shape, self.stored) for shape in shapes)
+
+    def narrow(self, x: npt.NDArray[Any], scale: npt.NDArray[np.float32] | float = 1.0) -> npt.NDArray[Any]:
+        """Round rows to what a cache stores: to nearest even; fp8 saturates, and NaN stays NaN.
+
+        Parameters
+        ----------
+        x : (..., num_kv_heads, head_dim) array of floats
+        scale : (num_kv_heads,) float32 array or float
+            Of a format with scales.
+        """
+        if not self.coded:
+            return x.astype(self.stored, copy=False)
+        largest = float(ml_dtypes.finfo(self.element).max)
+        codes = x.astype(np.float32, copy=False) / np.asarray(scale, np.float32)[..., None]
+        return np.clip(codes, -largest, largest).astype(self.element).view(self.stored)
+
+
+_UINT8 = np.dtype(np.uint8)
+FORMATS: dict[str, KvFormat] = {
+    known.name: known
+    for known in (
+        *(KvFormat(dtype.name, dtype, dtype, False, word) for word, dtype in enumerate(FLOAT_DTYPES)),
+        KvFormat("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn), _UINT8, True, 3),
+        KvFormat("fp8_e5m2", np.dtype(ml_dtypes.float8_e5m2), _UINT8, True, 4),
+    )
+}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """The layout, element type and sizes of a pair of caches.
+    """The layout, format and sizes of a pair of caches.
 
     Attributes
     ----------
     layout : str
         "NHD", "HND" or "vllm".
-    kind : str
-        The type of an element: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
+    format : KvFormat
+        What a row is.
     num_blocks, block_size, num_kv_heads, head_dim : int
         N, P, Hkv and D.
     """
 
     layout: Layout
-    kind: str
+    format: KvFormat
     num_blocks: int
     block_size: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def kind(self) -> str:
+        """The name of the format, by which kernels are compiled."""
+        return self.format.name
 
 
 def cache_shapes(
@@ -101,41 +214,26 @@ def require_layout(layout: object) -> None:
         raise ValueError(f'layout must be "NHD", "HND" or "vllm", got {layout!r}')
 
 
-def storage_dtype(dtype: Any, kv_dtype: KvDtype | None) -> np.dtype[Any]:
-    """The NumPy dtype that a cache is stored in.
-
-    Parameters
-    ----------
-    dtype : dtype-like
-        float32, float16 or bfloat16: a NumPy dtype, a name, or a dtype of torch or CuPy.
-    kv_dtype : str or None
-        "fp8_e4m3" or "fp8_e5m2" for fp8 caches, which are stored as uint8.
-
-    Returns
-    -------
-    numpy.dtype
-        uint8 for fp8 caches, otherwise `dtype`; bfloat16 is ``ml_dtypes.bfloat16``.
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """The NumPy dtype of float32, float16 or bfloat16: a NumPy dtype, a name, or a dtype of torch or CuPy.
 
     Raises
     ------
     TypeError
         `dtype` is none of the three.
-    ValueError
-        `kv_dtype` is not the name of an fp8 format.
     """
-    require_kv_dtype(kv_dtype)
     name = str(dtype).removeprefix("torch.") if not isinstance(dtype, type) else dtype.__name__
     for known in FLOAT_DTYPES:
         if name == known.name:
-            return known if kv_dtype is None else np.dtype(np.uint8)
-    hint = ': for a cache in 8 bits pass kv_dtype="fp8_e4m3" or "fp8_e5m2"' if name.startswith("float8") else ""
+            return known
+    hint = f": for a cache in 8 bits pass kv_dtype={_EITHER}" if name.startswith("float8") else ""
     raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}{hint}")
 
 
 def require_kv_dtype(kv_dtype: object) -> None:
-    """Raise ValueError unless kv_dtype is None or the name of an fp8 format."""
-    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype in FP8_KINDS):
-        raise ValueError(f'kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got {kv_dtype!r}')
+    """Raise ValueError unless kv_dtype is None or the name of a format in 8 bits."""
+    if kv_dtype is not None and not (isinstance(kv_dtype, str) and kv_dtype in KV_DTYPES):
+        raise ValueError(f"kv_dtype must be None, {_EITHER}, got {kv_dtype!r}")
 
 
 def require_head_dim(head_dim: int) -> None:
@@ -193,6 +291,6 @@ def _require_sizes(layout: Layout, block_size: int, num_kv_heads: int, head_dim:
 
 
 @lru_cache(maxsize=256)
-def cache_spec(layout: Layout, kind: str, geometry: Geometry) -> CacheSpec:
+def cache_spec(layout: Layout, kv_format: KvFormat, geometry: Geometry) -> CacheSpec:
     """The CacheSpec of a valid pair of caches, cached because most calls have the same one."""
-    return CacheSpec(layout, kind, *geometry)
+    return CacheSpec(layout, kv_format, *geometry)

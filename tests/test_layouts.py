@@ -1,11 +1,20 @@
-"""Shapes and dtypes of caches."""
+"""Formats, shapes and dtypes of caches."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from pagedkv.layouts import CacheSpec, Geometry, cache_geometry, cache_shapes, cache_spec, storage_dtype
+from pagedkv.layouts import (
+    FORMATS,
+    CacheSpec,
+    Geometry,
+    KvFormat,
+    cache_geometry,
+    cache_shapes,
+    cache_spec,
+    float_dtype,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +31,12 @@ def test_cache_shapes_have_the_sizes_they_were_made_of(layout, itemsize, k_shape
     assert cache_shapes(layout, 9, 16, 2, 64, itemsize) == (k_shape, v_shape)
     geometry = cache_geometry(layout, k_shape, v_shape, itemsize)
     assert geometry == Geometry(num_blocks=9, block_size=16, num_kv_heads=2, head_dim=64)
-    assert cache_spec(layout, "float32", geometry) == CacheSpec(layout, "float32", 9, 16, 2, 64)
+    for kv_format in FORMATS.values():
+        assert cache_spec(layout, kv_format, geometry) == CacheSpec(layout, kv_format, 9, 16, 2, 64)
+        if kv_format.stored.itemsize == itemsize:
+            parts = kv_format.parts(layout, 9, 16, 2, 64)
+            assert [np.zeros(*part).shape for part in parts] == [k_shape, v_shape]
+            assert sum(part.nbytes for part in parts) == 2 * 9 * 16 * 2 * 64 * itemsize
 
 
 @pytest.mark.parametrize(("layout", "block_size", "head_dim"), [("NHD", 1, 8), ("HND", 24, 512), ("vllm", 8, 8)])
@@ -68,17 +82,34 @@ def test_impossible_sizes_are_refused(arguments, message):
     ],
 )
 def test_fp8_is_stored_as_bytes_and_other_dtypes_as_they_are(dtype, expected):
-    assert storage_dtype(dtype, None) == np.dtype(expected)
-    assert storage_dtype(dtype, "fp8_e4m3") == np.uint8
-    assert storage_dtype(dtype, "fp8_e5m2") == np.uint8
+    assert KvFormat.of(dtype, None).stored == float_dtype(dtype) == np.dtype(expected)
+    assert KvFormat.of(dtype, "fp8_e4m3").stored == np.uint8
+    assert KvFormat.of(dtype, "fp8_e5m2").stored == np.uint8
 
 
 @pytest.mark.parametrize("dtype", [np.float64, "int32", np.uint8, torch.float64, None, float, ">f4", np.dtype(">f4")])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(TypeError, match="dtype must be float32, float16 or bfloat16, got "):
-        storage_dtype(dtype, None)
+        KvFormat.of(dtype, None)
 
 
 def test_other_kv_dtype():
     with pytest.raises(ValueError, match='kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got \'int8\''):
-        storage_dtype(np.float32, "int8")
+        KvFormat.of(np.float32, "int8")
+
+
+def test_what_formats_say_of_their_rows():
+    """By name: whether rows are codes, the dtype of dense rows, and the dtypes of k, v and q beside them."""
+    floats = ["float32", "float16", "bfloat16"]
+    said = {
+        name: (kv_format.coded, kv_format.wide.name, sorted({dtype.name for dtype in kv_format.takes}))
+        for name, kv_format in FORMATS.items()
+    }
+    assert said == {
+        "float32": (False, "float32", ["float32"]),
+        "float16": (False, "float16", ["float16", "float32"]),
+        "bfloat16": (False, "bfloat16", ["bfloat16", "float32"]),
+        "fp8_e4m3": (True, "float32", sorted(floats)),
+        "fp8_e5m2": (True, "float32", sorted(floats)),
+    }
+    assert len({kv_format.wire_word for kv_format in FORMATS.values()}) == len(FORMATS)

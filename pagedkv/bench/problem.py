@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cached_property import cached_property
-from ..layouts import FP8_DTYPES
+from ..layouts import FORMATS
 from ..operations.attention import prefill_attention
 from ..typing import KvDtype
 from .report import Row
@@ -92,8 +92,7 @@ class Cell:
         result (together G / L of this with a 16-bit cache and equal lengths: 0.2 % for G = 4 and L = 2048), block
         tables, unused slots of last blocks, and partial results.
         """
-        itemsize = 1 if self.kv_dtype else DTYPES[self.dtype].itemsize
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * int(itemsize)
+        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * FORMATS[self.kv_kind].stored.itemsize
 
     @property
     def num_flops(self) -> int:
@@ -136,8 +135,8 @@ class BenchProblem:
         self.q = _normal(rng, (int(self.query_starts[-1]), cell.num_heads, cell.head_dim), DTYPES[cell.dtype])
         counts = [-(-length // cell.block_size) for length in cell.seq_lens]
         shape = (2, sum(counts), cell.block_size, cell.num_kv_heads, cell.head_dim)
-        kv = _normal(rng, shape, FP8_DTYPES[cell.kv_dtype] if cell.kv_dtype else DTYPES[cell.dtype])
-        self.kv = kv.view(np.uint8) if cell.kv_dtype else kv
+        kv_format = FORMATS[cell.kv_kind]
+        self.kv = _normal(rng, shape, kv_format.element).view(kv_format.stored)
         self.block_tables = np.zeros((len(counts), max(counts)), np.int32)
         self.block_tables[np.arange(max(counts)) < np.array(counts)[:, None]] = rng.permutation(sum(counts))
         self.seq_lens = np.array(cell.seq_lens, np.int32)

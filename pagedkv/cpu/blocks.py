@@ -9,26 +9,19 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import repeat
 from operator import getitem
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Array
 from ..calls import CopyCall, GatherCall, Scale, SwapCall, WriteCall, per_head
 from ..commit import Write, bits, commit
-from ..layouts import FP8_DTYPES
+from ..layouts import KvFormat
 from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
 MOST_BYTES = 4096  # of slots; hashing more than that takes longer than dividing them
 SMALL_BLOCK = 4096  # bytes: storing fewer costs less than a separate write for each block
-_FLOATS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 
 
 def write_kv(call: WriteCall) -> None:
@@ -41,7 +34,7 @@ def write_kv(call: WriteCall) -> None:
     if rotation is not None:
         positions = rotation.positions if kept is None else rotation.positions[kept]
         k = rotated(k, rotation.cos, rotation.sin, positions, interleaved=rotation.interleaved)
-    keys, values = _encode(k, spec.kind, call.k_scale), _encode(v, spec.kind, call.v_scale)
+    keys, values = _encode(k, spec.format, call.k_scale), _encode(v, spec.format, call.v_scale)
     writes: list[Write] = []
     for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
         tokens = _tokens(cache, spec.layout)
@@ -78,7 +71,7 @@ def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
         for first in range(0, call.seq_len, piece):
             some = result[first : first + piece]
             codes = blocks[call.block_table[first // size : -(-(first + len(some)) // size)]]
-            _decode(codes.reshape(-1, *codes.shape[2:])[: len(some)], spec.kind, scales, some)
+            _decode(codes.reshape(-1, *codes.shape[2:])[: len(some)], spec.format, scales, some)
 
 
 def copy_blocks(call: CopyCall) -> None:
@@ -112,19 +105,19 @@ def _tokens(cache: Array, layout: str) -> Array:
     return elements.transpose(0, 3, 1, 2, *range(4, cache.ndim))
 
 
-def _decode(codes: Array, kind: str, scale: npt.NDArray[np.float32], result: Array) -> None:
+def _decode(codes: Array, kv_format: KvFormat, scale: npt.NDArray[np.float32], result: Array) -> None:
     """Fill `result` (T, Hkv, D) with the values of a cache's elements."""
-    if kind in _FLOATS:
+    if not kv_format.coded:
         result.view(codes.dtype).reshape(codes.shape)[...] = codes
         return
-    wide = np.ascontiguousarray(codes).reshape(result.shape).view(FP8_DTYPES[kind]).astype(np.float32)
+    wide = np.ascontiguousarray(codes).reshape(result.shape).view(kv_format.element).astype(np.float32)
     np.multiply(wide, scale[:, None], out=result)
 
 
-def _encode(x: Array, kind: str, scale: Scale) -> Array:
+def _encode(x: Array, kv_format: KvFormat, scale: Scale) -> Array:
     """The bits of x (T, Hkv, D) as elements of a cache."""
-    if kind in _FLOATS:
-        return bits(x.astype(_FLOATS[kind], copy=False))
+    if not kv_format.coded:
+        return bits(kv_format.narrow(x))
     wide = (x.astype(np.float32, copy=False) / per_head(scale, x.shape[1])[:, None]).view(np.uint32)
     # Truncate to 16 bits with a sticky last bit: rounding that to nearest even gives the same code as rounding the
     # float32, and 65,536 cases fit a table.
@@ -132,13 +125,10 @@ def _encode(x: Array, kind: str, scale: Scale) -> Array:
     low += np.uint32(0xFFFF)
     low |= wide
     low >>= np.uint32(16)
-    return np.take(_fp8_codes(kind), low)
+    return np.take(_codes(kv_format), low)
 
 
 @lru_cache(maxsize=2)
-def _fp8_codes(kind: str) -> npt.NDArray[np.uint8]:
-    """The fp8 code of every bfloat16 bit pattern, saturated; NaN stays NaN."""
-    dtype = FP8_DTYPES[kind]
-    largest = float(ml_dtypes.finfo(dtype).max)
-    values = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-    return np.clip(values, -largest, largest).astype(dtype).view(np.uint8)
+def _codes(kv_format: KvFormat) -> npt.NDArray[np.uint8]:
+    """The code of every float32 whose lower 16 bits are zeros, by its upper ones."""
+    return kv_format.narrow((np.arange(2**16, dtype=np.uint32) << 16).view(np.float32))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import require_head_dim, storage_dtype
+from ..layouts import KvFormat, require_head_dim
 from ..typing import KvDtype
 from .arguments import as_int, per_layer
 from .device.arrays import Arrays
-from .device.layer_caches import bytes_of_block
+from .device.layer_caches import bytes_of_block, bytes_of_layers
 from .groups import LayerGroups, Shape
 
 _UNITS = {"B": 1} | {f"{prefix}iB": 1024 ** (i + 1) for i, prefix in enumerate("KMGT")}
@@ -85,13 +85,13 @@ def kv_bytes(
     num_layers = as_int("num_layers", num_layers, minimum=1)
     shapes = shapes_of(num_layers, num_kv_heads, head_dim)
     block_size = as_int("block_size", block_size, minimum=1)
-    itemsize = storage_dtype(dtype, kv_dtype).itemsize
+    sizes: Any = KvFormat.of(dtype, kv_dtype), "NHD", block_size
     if len(shapes) == 1 and windows is None and same_as is None and group_size is None:
-        [(num_kv_heads, head_dim)] = shapes
-        return 2 * num_layers * num_kv_heads * head_dim * itemsize * block_size * -(-num_tokens // block_size)
+        [of_layer] = bytes_of_layers(shapes, *sizes)
+        return num_layers * sum(of_layer) * -(-num_tokens // block_size)
     of_groups: dict[str, Any] = {"same_as": same_as, "group_size": group_size, "shapes": shapes}
     groups = LayerGroups.of(windows, num_layers, block_size, **of_groups)
-    return bytes_of_block(groups, shapes, "NHD", block_size, itemsize) * groups.held(num_tokens)
+    return bytes_of_block(groups, shapes, *sizes) * groups.held(num_tokens)
 
 
 def shapes_of(num_layers: int, num_kv_heads: Any, head_dim: Any) -> list[Shape]:

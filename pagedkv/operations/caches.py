@@ -6,7 +6,6 @@ from typing import Any
 
 from ..arrays import between_graphs
 from ..backends import backend_of
-from ..layouts import FLOAT32, FLOAT_DTYPES
 from ..typing import Backend, KvDtype, Layout
 from ..validation.caches import copy_call, gather_call, swap_call, write_call
 
@@ -156,10 +155,9 @@ def gather_kv(
         layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, backend=backend,
     )  # fmt: skip
     shape = call.seq_len, call.spec.num_kv_heads, call.spec.head_dim
-    dtype = call.k_cache.dtype if call.k_cache.dtype in FLOAT_DTYPES else FLOAT32
     remedy = "convert the caches to one of them"
-    k, k_result = call.placement.new_array("k", shape, dtype, remedy)
-    v, v_result = call.placement.new_array("v", shape, dtype, remedy)
+    k, k_result = call.placement.new_array("k", shape, call.spec.format.wide, remedy)
+    v, v_result = call.placement.new_array("v", shape, call.spec.format.wide, remedy)
     backend_of(call.placement).gather_kv(call, k_result, v_result)
     return k, v
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..calls import AttentionArguments
-from ..layouts import cache_shapes, storage_dtype
+from ..layouts import KvFormat, float_dtype
 from ..typing import KvDtype, Layout
 from ..validation import require
 from ..validation.attention import attention_call
@@ -109,15 +109,14 @@ def warmup(
     >>> any(name.startswith("v1[") for name in names)
     True
     """
-    q_dtype = storage_dtype(dtype, None)
-    stored = storage_dtype(dtype if cache_dtype is None else cache_dtype, kv_dtype)
-    token = (q_dtype if kv_dtype else stored) if token_dtype is None else storage_dtype(token_dtype, None)
+    q_dtype = float_dtype(dtype)
+    kv_format = KvFormat.of(dtype if cache_dtype is None else cache_dtype, kv_dtype)
+    token = (q_dtype if kv_format.coded else kv_format.stored) if token_dtype is None else float_dtype(token_dtype)
     if kernels is not None and (isinstance(kernels, str) or not isinstance(kernels, Sequence)):
         raise TypeError(f'kernels must be a sequence of names, such as ["v1"], got {kernels!r}')
     require.boolean("per_head_scales", per_head_scales)
     require.boolean("prefill", prefill)
-    shapes = cache_shapes(layout, 2, block_size, num_kv_heads, head_dim, stored.itemsize)
-    k_cache, v_cache = (np.zeros(shape, stored) for shape in shapes)
+    k_cache, v_cache = (np.zeros(*part) for part in kv_format.parts(layout, 2, block_size, num_kv_heads, head_dim))
     q, (k, v) = np.zeros((1, num_heads, head_dim), q_dtype), np.zeros((2, 1, num_kv_heads, head_dim), token)
     table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
     scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None

@@ -12,7 +12,7 @@ from ..arrays import Array, metadata_of
 from ..backends import backend_of, gpu_backend
 from ..buckets import bucket
 from ..calls import AttentionArguments, AttentionCall
-from ..layouts import storage_dtype
+from ..layouts import float_dtype
 from ..placement import Placement, place
 from ..typing import Kernel, KvDtype, Layout
 from ..validation import cache_pair, require
@@ -164,10 +164,10 @@ def _largest_calls(
     k_cache, v_cache = caches
     layout = options["layout"]
     geometry = cache_pair.geometry_of(layout, options["kv_dtype"], k_cache, v_cache)
-    kind = cache_pair.kind_of(k_cache, v_cache, options["kv_dtype"])
-    if dtype is None and options["kv_dtype"] is not None:
+    kv_format = cache_pair.format_of(k_cache, v_cache, options["kv_dtype"])
+    if dtype is None and kv_format.coded:
         raise TypeError("dtype must be that of q for fp8 caches, got None")
-    q_dtype = storage_dtype(kind if dtype is None else dtype, None)
+    q_dtype = float_dtype(kv_format.name if dtype is None else dtype)
     bound = bucket(min(max_seq_len, _MOST))  # the length that calls with this bound are planned for
     if placement.on_host:  # use shadows, since CPU kernels accept more strides and addresses
         require.memory({"k_cache": k_cache, "v_cache": v_cache}, placement)

@@ -73,20 +73,18 @@ class CacheBlocks:
                 "and pass window= to attend"
             )
         self.cache, self._first_head = cache, as_int("first_head", first_head, maximum=2**16)
-        options = cache._options[0]
-        self._layout, kv_dtype = options["layout"], options["kv_dtype"]
+        self._layout, kv_format = cache._options[0]["layout"], cache._layer_caches.kv_format
         self._on_device = cache._arrays.on_device
         with_kv = sorted(layer for group in cache.groups for layer in group.layers)  # not those that read another's
         self._layers = with_kv if layers is None else sorted(layers)
         k_cache, v_cache = (caches[self._layers[0]] for caches in (cache.k_caches, cache.v_caches))
         geometry = cache_geometry(self._layout, tuple(k_cache.shape), tuple(v_cache.shape), k_cache.itemsize)
         self.num_heads, self._head_dim = geometry.num_kv_heads, geometry.head_dim
-        kind = kv_dtype or str(k_cache.dtype).removeprefix("torch.")
         group_of = cache.layer_groups.group_of
         self.groups = sorted({group_of[layer] for layer in self._layers})
         named = () if self._layers == with_kv else self._layers
-        self.wire = Wire(model, len(self._layers), self._head_dim, kind, block_tokens=block_tokens, layers=named)
-        self._scales = [b""] * self.num_heads if kv_dtype is None else self._scales_of_heads()
+        self.wire = Wire(model, len(self._layers), self._head_dim, kv_format, block_tokens=block_tokens, layers=named)
+        self._scales = self._scales_of_heads() if kv_format.scaled else [b""] * self.num_heads
 
     @classmethod
     def of_each_kind(cls, cache: PagedKVCache, model: str, **options: int) -> list[CacheBlocks]:

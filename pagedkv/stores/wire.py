@@ -11,14 +11,14 @@ behind its window may lack tokens, which are zeros in it, and is named by how ma
 A block is a header and the payload, in the byte order of x86 and Arm (little-endian). The header has 128 bytes:
 
 * the magic, ``b"pagedkv\\n"``, 8 bytes;
-* the version of this format, 1, and the kind of an element, its place in `KINDS`, 2 bytes each;
+* the version of this format, 1, and the `wire_word` of the cache's KvFormat, 2 bytes each;
 * num_layers, head_dim, block_tokens and the KV head, 4 bytes each;
 * the bytes of the payload, 8 bytes;
 * the digest of the model, the chained digest, the key and the checksum, 16 bytes each;
 * zeros.
 
-The payload is (num_layers, 2, block_tokens, head_dim): of each layer K and then V, token by token. An fp8 cache stores
-its codes.
+The payload is (num_layers, 2, block_tokens, head_dim): of each layer K and then V, token by token, as a cache
+stores them.
 
 The **chained digest** of a block names all tokens up to its last one, its salt and what it is made of. It is the
 BLAKE2b-128 of the digest before it and of the block's token ids (int32). The first one follows a root: BLAKE2b-128 of
@@ -46,13 +46,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..layouts import FLOAT_DTYPES, FP8_DTYPES
+from ..layouts import KvFormat
 from ..memory.arguments import as_int
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128, hash_chain
 from .store import Buffer
 
 MAGIC, VERSION = b"pagedkv\n", 1
-KINDS = (*(dtype.name for dtype in FLOAT_DTYPES), *FP8_DTYPES)
 BLOCK_TOKENS = 64
 HEADER_BYTES = 128
 _FIELDS = Struct("<8sHHIIIIQ16s16s16s")
@@ -76,8 +75,7 @@ class Wire:
     model : str
         What the K and V depend on besides the tokens: a name and a revision of the weights, for example.
     num_layers, head_dim : int
-    kind : str
-        The type of an element, one of `KINDS`.
+    kv_format : KvFormat
     block_tokens : int
         Tokens of a wire block.
     layers : sequence of int
@@ -88,7 +86,7 @@ class Wire:
     payload_shape : tuple of int
         (num_layers, 2, block_tokens, head_dim).
     dtype : numpy.dtype
-        Of an element as the caches store it: uint8 for fp8.
+        Of an element as the caches store it.
     block_bytes : int
         Bytes of a block, with its header.
     """
@@ -98,7 +96,7 @@ class Wire:
         model: str,
         num_layers: int,
         head_dim: int,
-        kind: str,
+        kv_format: KvFormat,
         *,
         block_tokens: int = BLOCK_TOKENS,
         layers: Sequence[int] = (),
@@ -106,11 +104,11 @@ class Wire:
         if not isinstance(model, str) or not model:
             raise TypeError(f"model must be a str that names the model and its weights, got {model!r}")
         self.block_tokens = as_int("block_tokens", block_tokens, minimum=1, maximum=2**16)
-        self.dtype = dict(zip(KINDS, (*FLOAT_DTYPES, *[np.dtype(np.uint8)] * len(FP8_DTYPES)), strict=True))[kind]
+        self.dtype = kv_format.stored
         self.payload_shape = (num_layers, 2, self.block_tokens, head_dim)
         self._payload_bytes = int(np.prod(self.payload_shape)) * self.dtype.itemsize
         self.block_bytes = HEADER_BYTES + self._payload_bytes
-        sizes = KINDS.index(kind), num_layers, head_dim, self.block_tokens
+        sizes = kv_format.wire_word, num_layers, head_dim, self.block_tokens
         self._model = blake2b_128(model.encode() + np.array(layers, "<i4").tobytes())
         self._head_of_header = MAGIC, VERSION, *sizes
         self._sizes_of_root = partial(_ROOT.pack, VERSION, *sizes)

@@ -15,7 +15,7 @@ from ..layouts import require_head_dim
 from .error_rule import assert_close
 from .frameworks import Array, as_numpy, hand_over
 from .problems.attention import FLOATS, POISONS, Problem, Spec, build
-from .problems.limits import GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits
+from .problems.limits import GROUP_SIZES, KV_DTYPES, OPTIONS, STRIDES, Limits, fits
 from .problems.strategies import fade, specs_within
 from .search import search
 
@@ -193,7 +193,7 @@ def _forms(
     for turn in range(1, len(families) + 1):
         for i, kv_dtype in enumerate(kv_dtypes):
             family = families[(turn + i) % len(families)]
-            fitting = [d for d in head_dims if _fits(d, kv_dtype, family)]
+            fitting = [d for d in head_dims if fits(d, kv_dtype, family)]
             sizes = limits.block_sizes and tuple(p for p in limits.block_sizes if family != ("vllm",) or _is_vllm(p))
             if fitting and sizes != ():
                 form = replace(limits, layouts=family, q_dtypes=tuple(dtypes), kv_dtypes=(kv_dtype,), block_sizes=sizes)
@@ -202,17 +202,10 @@ def _forms(
     drawn = {form.head_dims[0] for form in (forms if len(kv_dtypes) > 1 else whole)}
     for d in dict.fromkeys(head_dims):
         if d not in drawn:
-            others = (form for form in (*whole, *forms) if _fits(d, form.kv_dtypes[0], form.layouts))
+            others = (form for form in (*whole, *forms) if fits(d, form.kv_dtypes[0], form.layouts))
             forms += [replace(form, head_dims=(d,)) for form in islice(others, 1)]
     with_score_mod = [replace(form, score_mods=(fade,)) for form in whole if has_score_mod]
     return [*forms[: len(kv_dtypes)], *with_score_mod, *forms[len(kv_dtypes) :]]
-
-
-def _fits(head_dim: int, kv_dtype: str, layouts: Sequence[str]) -> bool:
-    """Whether layouts can have heads of this size."""
-    return (
-        "vllm" not in layouts or head_dim % (16 if kv_dtype.startswith("fp8") else 16 // FLOATS[kv_dtype].itemsize) == 0
-    )
 
 
 def _is_vllm(block_size: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..layer_states import LayerStates, layer_states
 from ..layer_windows import LayerWindows, layer_shapes, layer_windows, unequal_layers
-from ..layouts import FLOAT_DTYPES, FP8_KINDS, storage_dtype
+from ..layouts import FLOAT_DTYPES, KV_DTYPES, KvFormat, float_dtype
 from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
 from ..memory.device.layer_caches import bytes_of_block
@@ -164,7 +164,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=[dtype.name for dtype in FLOAT_DTYPES], help="default: the model's, or float16"
     )
-    parser.add_argument("--kv-dtype", choices=FP8_KINDS, help="a cache in 8 bits")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, help="a cache in 8 bits")
     parser.add_argument("--block-size", type=int, default=16, metavar="P", help="tokens in a block (default: 16)")
     parser.add_argument(
         "--group-size", type=int, metavar="S", help="layers of a block, if some have a window (default: the best)"
@@ -219,15 +219,13 @@ def run(
     shapes = shapes_of(*(model[name] for name in CONFIG))
     of_groups: dict[str, Any] = {"same_as": layers.get("same_as"), "group_size": group_size, "shapes": shapes}
     groups = LayerGroups.of(layers.get("windows"), model["num_layers"], block_size, **of_groups)
-    itemsize = storage_dtype(model["dtype"], kv_dtype).itemsize
-    block_bytes = bytes_of_block(groups, shapes, "NHD", block_size, itemsize)
-    head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_dtype or str(model["dtype"])}
+    kv_format = KvFormat.of(model["dtype"], kv_dtype)
+    block_bytes = bytes_of_block(groups, shapes, kv_format, "NHD", block_size)
+    head = {name: _in_words(model[name]) for name in CONFIG} | {"stored as": kv_format.name}
     token_bytes = _unpadded_bytes(1, model, groups)
     head |= {"bytes of a token": token_bytes, f"of a block of {block_size}": block_bytes}
-    state_bytes = sum(
-        math.prod(of_all) * storage_dtype(dtype, None).itemsize
-        for of_all, dtype in read.states.arrays(model["dtype"]).values()
-    )
+    of_states = read.states.arrays(model["dtype"]).values()
+    state_bytes = sum(math.prod(of_all) * float_dtype(dtype).itemsize for of_all, dtype in of_states)
     if state_bytes:
         head |= {"of a state": state_bytes, "a state in tokens": round(state_bytes / token_bytes)}
     of_weights = weight_bytes(config) if weights else 0

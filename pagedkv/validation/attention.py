@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Array
 from ..calls import AttentionArguments, AttentionCall, AttentionOptions
 from ..compiling.score_mod import python_function
-from ..layouts import FLOAT32, Geometry, cache_spec
+from ..layouts import FLOAT32, Geometry, KvFormat, cache_spec
 from ..placement import Placement, place
 from ..typing import Kernel, KvDtype, Layout
 from . import cache_pair, require, values
@@ -53,7 +53,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     a, q, k_cache, v_cache = arguments, views["q"], views["k_cache"], views["v_cache"]
     geometry = cache_pair.geometry_of(a.layout, a.kv_dtype, k_cache, v_cache)
     _require_shapes(views, geometry, a.layout)
-    kind = _kind_of(q, k_cache, v_cache, a.kv_dtype)
+    kv_format = _format_of(q, k_cache, v_cache, a.kv_dtype)
     for name, view in views.items():
         if (expected := _DTYPES.get(name)) is not None:
             require.dtype(name, view, expected)
@@ -80,7 +80,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     alibi_slopes, sinks, leftpad = (
         placement.private_copy(views.get(name)) for name in ("alibi_slopes", "sinks", "leftpad")
     )
-    k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kind, placement)
+    k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kv_format, placement)
     options = AttentionOptions(
         scale, window, window_right, softcap, alibi_slopes, sinks, leftpad, views.get("mask"), score_mod
     )  # fmt: skip
@@ -104,7 +104,7 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
         used = block_tables[:, :num_used]
         first_keys = _first_keys(options, seq_lens, query_starts)
         values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks, first_keys)
-    spec = cache_spec(a.layout, kind, geometry)
+    spec = cache_spec(a.layout, kv_format, geometry)
     return AttentionCall(
         arguments, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
         k_scale, v_scale, options, str(a.kernel), bool(a.exact), checked,
@@ -161,12 +161,12 @@ def _shares_heads(num_heads: int, geometry: Geometry) -> bool:
     return num_heads > 0 and not num_heads % geometry.num_kv_heads
 
 
-def _kind_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
+def _format_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> KvFormat:
     require.float_dtype("q", q)
-    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
-    if kv_dtype is None and k_cache.dtype != q.dtype and q.dtype != FLOAT32:
+    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
+    if q.dtype not in kv_format.takes:
         raise TypeError(f"k_cache must have dtype {q.dtype}, that of q, or be fp8, got {k_cache.dtype}")
-    return kind
+    return kv_format
 
 
 def _require_kernel(kernel: object, layout: str) -> None:

@@ -13,12 +13,20 @@ import numpy as np
 
 from ..arrays import Array, identify, to_host
 from ..calls import Scale
-from ..layouts import FLOAT32, FLOAT_DTYPES, LAYOUTS, Geometry, cache_geometry, require_kv_dtype, require_layout
+from ..layouts import (
+    FLOAT32,
+    FLOAT_DTYPES,
+    FORMATS,
+    LAYOUTS,
+    Geometry,
+    KvFormat,
+    cache_geometry,
+    require_kv_dtype,
+    require_layout,
+)
 from ..placement import Placement
 from ..typing import KvDtype, Layout
 from . import require, values
-
-_UINT8 = np.dtype(np.uint8)
 
 
 def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
@@ -29,13 +37,13 @@ def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in scales if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
-def kept_scale(name: str, value: Any, kind: str, num_kv_heads: int) -> float | Array | None:
+def kept_scale(name: str, value: Any, kv_format: KvFormat, num_kv_heads: int) -> float | Array | None:
     """Validate a scale that a PagedKVCache keeps: a number, or a copy of an array with one for each KV head.
 
     Arrays may belong to any framework and device, and have any float dtype; one of a single element is a number.
     """
-    if value is None or np.isscalar(value) or not kind.startswith("fp8"):
-        return None if value is None else scale_of(name, value, None, kind)
+    if value is None or np.isscalar(value) or not kv_format.scaled:
+        return None if value is None else scale_of(name, value, None, kv_format)
     argument = identify(name, to_host(value))
     if argument.on_device:
         raise TypeError(f"{name} must be an array of NumPy, torch or CuPy, got {type(value).__name__}")
@@ -78,20 +86,21 @@ def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:
             require.shape(name, views[name], "(num_kv_heads,)", (num_kv_heads,))
 
 
-def kind_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> str:
-    """The type of the caches' elements, or raise TypeError."""
+def format_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> KvFormat:
+    """The format of the caches, or raise TypeError."""
     if kv_dtype is not None:
+        kv_format = FORMATS[kv_dtype]
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if cache.dtype != _UINT8:
+            if cache.dtype != (stored := kv_format.stored):
                 hint = f": pass {name}.view(torch.uint8)" if _is_float8(cache) else ""
-                raise TypeError(f"{name} must have dtype uint8 for kv_dtype {kv_dtype!r}, got {cache.dtype}{hint}")
-        return kv_dtype
+                raise TypeError(f"{name} must have dtype {stored} for kv_dtype {kv_dtype!r}, got {cache.dtype}{hint}")
+        return kv_format
     if k_cache.dtype not in FLOAT_DTYPES:
         hint = "; an fp8 cache is uint8 and needs kv_dtype" if k_cache.itemsize == 1 else ""
         hint += ": pass k_cache.view(torch.uint8)" if _is_float8(k_cache) else ""
         raise TypeError(f"k_cache must have dtype float32, float16 or bfloat16, got {k_cache.dtype}{hint}")
     require.dtype("v_cache", v_cache, k_cache.dtype, ", that of k_cache")
-    return k_cache.dtype.name
+    return FORMATS[k_cache.dtype.name]
 
 
 def _is_float8(cache: Array) -> bool:
@@ -100,14 +109,15 @@ def _is_float8(cache: Array) -> bool:
 
 
 def scales(
-    k_scale: Any, v_scale: Any, views: Mapping[str, Array], kind: str, placement: Placement
+    k_scale: Any, v_scale: Any, views: Mapping[str, Array], kv_format: KvFormat, placement: Placement
 ) -> tuple[Scale, Scale]:
     """Validate both scales; a missing one is 1.0, and arrays on the host are copied."""
-    return _scale("k_scale", k_scale, views, kind, placement), _scale("v_scale", v_scale, views, kind, placement)
+    rest = views, kv_format, placement
+    return _scale("k_scale", k_scale, *rest), _scale("v_scale", v_scale, *rest)
 
 
-def _scale(name: str, value: Any, views: Mapping[str, Array], kind: str, placement: Placement) -> Scale:
-    number = scale_of(name, value, views.get(name), kind)
+def _scale(name: str, value: Any, views: Mapping[str, Array], kv_format: KvFormat, placement: Placement) -> Scale:
+    number = scale_of(name, value, views.get(name), kv_format)
     if number is not None:
         return number
     scales: Array = placement.private_copy(views[name])
@@ -116,12 +126,12 @@ def _scale(name: str, value: Any, views: Mapping[str, Array], kind: str, placeme
     return scales
 
 
-def scale_of(name: str, value: Any, view: Array | None, kind: str) -> float | None:
+def scale_of(name: str, value: Any, view: Array | None, kv_format: KvFormat) -> float | None:
     """Validate a scale that is a number; a missing one is 1.0, and for an array the result is None."""
     if value is None:
         return 1.0
-    if not kind.startswith("fp8"):
-        raise ValueError(f"{name} needs an fp8 cache, got a cache of {kind}")
+    if not kv_format.scaled:
+        raise ValueError(f"{name} needs an fp8 cache, got a cache of {kv_format.name}")
     if view is None:
         return require.number(name, value, positive=True)
     require.dtype(name, view, FLOAT32)

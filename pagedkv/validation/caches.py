@@ -14,13 +14,13 @@ from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
 from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
-from ..layouts import FLOAT32, FLOAT_DTYPES, cache_spec
+from ..layouts import FLOAT32, FORMATS, cache_spec
 from ..placement import Placement, place
 from ..typing import KvDtype, Layout
 from . import cache_pair, require, tables, values
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-_STORED_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8))
+_STORED_DTYPES = {kv_format.stored for kv_format in FORMATS.values()}
 
 
 def write_call(
@@ -65,11 +65,11 @@ def write_call(
         tables.require_shapes(views, len(k), geometry.head_dim)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
 
-    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
+    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
     for name, x in (("k", k), ("v", v)):
-        if kv_dtype is not None:
+        if kv_format.coded:
             require.float_dtype(name, x)
-        elif x.dtype != k_cache.dtype and x.dtype != FLOAT32:
+        elif x.dtype not in kv_format.takes:
             other = "" if k_cache.dtype == FLOAT32 else " or float32,"
             raise TypeError(f"{name} must have dtype {k_cache.dtype}, that of the cache,{other} got {x.dtype}")
     require.dtype("slots", slots, _INT64)
@@ -82,12 +82,12 @@ def write_call(
     for name in ("k_cache", "v_cache"):
         cache = views.pop(name)
         require.no_overlap(name, cache, views.items())
-    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
+    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kv_format, placement)
     if placement.on_host:
         slots = placement.private_copy(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
     rotation = _rotation(views, placement, slots, rotary_dim, interleaved) if rotates else None
-    spec = cache_spec(layout, kind, geometry)
+    spec = cache_spec(layout, kv_format, geometry)
     return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
 
 
@@ -144,11 +144,11 @@ def gather_call(
     geometry = cache_pair.geometry_of(layout, kv_dtype, k_cache, v_cache)
     require.ndim("block_table", block_table, "(max_blocks,)", 1)
     cache_pair.scale_shapes(views, geometry.num_kv_heads)
-    kind = cache_pair.kind_of(k_cache, v_cache, kv_dtype)
+    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
     require.dtype("block_table", block_table, _INT32)
     require.memory(views, placement)
     length = require.integer("seq_len", seq_len)
-    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kind, placement)
+    k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kv_format, placement)
     capacity = len(block_table) * geometry.block_size
     if not 0 <= length <= capacity:
         raise ValueError(f"seq_len must be in 0..max_blocks * block_size = 0..{capacity}, got {length}")
@@ -157,7 +157,7 @@ def gather_call(
         block_table = placement.private_copy(placement.columns(block_table, num_used))
         used, lengths = block_table[None, :num_used], np.array([length])
         values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
-    spec = cache_spec(layout, kind, geometry)
+    spec = cache_spec(layout, kv_format, geometry)
     return GatherCall(placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, require.check(None))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pagedkv
-from pagedkv.layouts import cache_shapes, storage_dtype
+from pagedkv.layouts import KvFormat
 
 from ..support.device_fakes import ELSEWHERE, InterfaceArray
 from .conftest import recorded
@@ -27,9 +27,8 @@ def zeros(dtype, *shape, stream=None):
 
 
 def caches_of(layout, head_dim, dtype, kv_dtype, stream=None):
-    stored = storage_dtype(dtype, kv_dtype)
-    shapes = cache_shapes(layout, 4, BLOCK_SIZE, NUM_KV_HEADS, head_dim, stored.itemsize)
-    k_cache, v_cache = (zeros(stored, *shape, stream=stream) for shape in shapes)
+    parts = KvFormat.of(dtype, kv_dtype).parts(layout, 4, BLOCK_SIZE, NUM_KV_HEADS, head_dim)
+    k_cache, v_cache = (zeros(stored, *shape, stream=stream) for shape, stored in parts)
     return {"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagedkv.bench.report import Row
-from pagedkv.layouts import FP8_KINDS
+from pagedkv.layouts import KV_DTYPES
 
 from .variants import SHORT, WGMMA
 
@@ -46,7 +46,7 @@ def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, 
         result.append((f"prefill: other instructions per mma, D {head_dim}", among, "other/mma", other, 1))
         result.append((f"prefill: ldmatrix per mma, D {head_dim}", among, "ldmatrix/mma", matrices, 1))
     half = {row["D"]: row["other/mma"] for row in of_9_0 if row["G"] == 4 and row["q"] == "float16"}
-    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in FP8_KINDS and half.get(row["D"]) is not None]
+    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in KV_DTYPES and half.get(row["D"]) is not None]
     counted = [row for row in of_fp8 if row["other/mma"] is not None]
     more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in counted]
     result.append(("prefill: other instructions per mma, fp8, more", more, "more other/mma", 0.6, 1))

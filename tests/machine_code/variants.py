@@ -20,7 +20,7 @@ from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from pagedkv.kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
-from pagedkv.layouts import FP8_KINDS, cache_shapes, storage_dtype
+from pagedkv.layouts import FORMATS
 from pagedkv.operations import attention, caches
 from pagedkv.typing import KvDtype, Layout
 
@@ -136,11 +136,6 @@ class Work(NamedTuple):
     written: tuple[tuple[str, ...], int] | None = None
 
 
-def _dtype(kind: str) -> tuple[np.dtype[Any], KvDtype | None]:
-    kv_kind = next((name for name in FP8_KINDS if name == kind), None)
-    return storage_dtype("float32" if kv_kind else kind, kv_kind), kv_kind
-
-
 def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     rng = np.random.default_rng(0)
     if dtype == np.uint8:
@@ -153,7 +148,7 @@ def _split(variant: Variant) -> Work:
     capacity = _split_tokens(variant)
     num_blocks, num_heads = -(-capacity // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
-    q = _normal((1, num_heads, variant.head_dim), _dtype(variant.kind)[0])
+    q = _normal((1, num_heads, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
     options = dict(OPTIONS[variant.options])
     for name in ("alibi_slopes", "sinks"):
@@ -174,7 +169,7 @@ def _prefill(variant: Variant) -> Work:
     num_tokens, seq_len = (FEW_TOKENS, LONG_CONTEXT) if is_few else (128 // variant.group_size, PREFILL_TOKENS)
     num_blocks, num_heads = -(-seq_len // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
-    q = _normal((num_tokens, num_heads, variant.head_dim), _dtype(variant.kind)[0])
+    q = _normal((num_tokens, num_heads, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
     options = dict(OPTIONS[variant.options])
     for name in ("alibi_slopes", "sinks"):
@@ -206,10 +201,10 @@ def _split_tokens(variant: Variant) -> int:
 
 
 def _caches(variant: Variant, layout: Layout, num_blocks: int) -> tuple[Any, Any, KvDtype | None]:
-    dtype, kv_kind = _dtype(variant.kv_kind)
-    shapes = cache_shapes(layout, num_blocks, variant.block_size, NUM_HEADS, variant.head_dim, dtype.itemsize)
-    k_cache, v_cache = (_normal(shape, dtype) for shape in shapes)
-    return k_cache, v_cache, kv_kind
+    kv_format = FORMATS[variant.kv_kind]
+    parts = kv_format.parts(layout, num_blocks, variant.block_size, NUM_HEADS, variant.head_dim)
+    k_cache, v_cache = (_normal(*part) for part in parts)
+    return k_cache, v_cache, kv_format.name if kv_format.coded else None
 
 
 def _attention(variant: Variant) -> Work:
@@ -218,7 +213,7 @@ def _attention(variant: Variant) -> Work:
     variant = replace(variant, kv_kind=kv_kind, block_size=variant.block_size or 16)
     num_blocks = NUM_SEQS * CAPACITY // variant.block_size
     k_cache, v_cache, fp8 = _caches(variant, "vllm", num_blocks)
-    q = _normal((NUM_SEQS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
+    q = _normal((NUM_SEQS, NUM_HEADS, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(NUM_SEQS, -1)
     options = OPTIONS[variant.options]
     rows = NUM_SEQS * NUM_HEADS
@@ -251,7 +246,7 @@ def _cache_work(variant: Variant) -> Work:
     if variant.kernel == "gather_kv":
         call = partial(caches.gather_kv, k_cache, v_cache, blocks, NUM_TOKENS, **place)
         return Work(call, {"read": (both, cache_bytes)}, (("k", "v"), cache_bytes * (4 if fp8 else 1)))
-    k = _normal((NUM_TOKENS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0])
+    k = _normal((NUM_TOKENS, NUM_HEADS, variant.head_dim), FORMATS[variant.kind].stored)
     slots = (blocks[:, None] * np.int64(variant.block_size) + np.arange(variant.block_size)).reshape(-1)
     call = partial(caches.write_kv, k, k.copy(), k_cache, v_cache, slots, **place)
     return Work(call, {"read": (("k", "v"), 2 * k.nbytes)}, (both, cache_bytes))
@@ -260,7 +255,7 @@ def _cache_work(variant: Variant) -> Work:
 def _merge(variant: Variant) -> Work:
     """A merge of states with 64 rows of 2 heads."""
     num_states = int(variant.options.split()[0])
-    outs = [_normal((NUM_ROWS, NUM_HEADS, variant.head_dim), _dtype(variant.kind)[0]) for _ in range(num_states)]
+    outs = [_normal((NUM_ROWS, NUM_HEADS, variant.head_dim), FORMATS[variant.kind].stored) for _ in range(num_states)]
     lses = [np.zeros((NUM_ROWS, NUM_HEADS), np.float32) for _ in outs]
     names = tuple(f"outs[{i}]" for i in range(num_states))
     call = partial(attention.merge_states, outs, lses, backend="emulator")

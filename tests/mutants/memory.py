@@ -192,8 +192,8 @@ MUTANTS = [
     ),
     Mutant(
         "caches: V lies on K",
-        "(start + k, v_shape)",
-        "(start, v_shape)",
+        "arrays.view(blocks, start, *part)",
+        "arrays.view(blocks, place * sum(nbytes), *part)",
         "tests/memory/groups/test_shapes.py::test_one_cache_has_the_bits_of_a_cache_for_each_shape[NHD-Gemma 4]",
     ),
     Mutant(

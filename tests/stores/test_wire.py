@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
+from pagedkv.layouts import FORMATS
 from pagedkv.memory.prefix.digests import root_digest
 from pagedkv.stores.wire import HEADER_BYTES, Wire
 
@@ -144,7 +145,7 @@ def test_what_an_earlier_version_stored_stays_readable(stored, word, digest):
 
 
 def test_a_key_names_all_tokens_before_it():
-    wire = Wire("a model", LAYERS, DIM, "float32", block_tokens=W)
+    wire = Wire("a model", LAYERS, DIM, FORMATS["float32"], block_tokens=W)
     tokens = text(3 * W + 1)
     digests = wire.digests(tokens, NO_SALT)
     assert wire.digests(tokens[: 2 * W], NO_SALT) == digests[:2]

@@ -21,8 +21,9 @@ import pagedkv
 
 from ... import reference
 from ...cached_property import cached_property
+from ...layouts import FORMATS
 from ..contest import Call, Refused
-from ..problem import DTYPES, FP8_DTYPES, BenchProblem
+from ..problem import DTYPES, BenchProblem
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # vLLM's CPU backend requires a multiple of it
@@ -193,8 +194,8 @@ def _vllm(problem: HostProblem, num_threads: int) -> Call:
     tables = torch.from_numpy(np.random.default_rng(2).permutation(num_blocks).astype(np.int32).reshape(num_seqs, -1))
     slots = (tables[:, :, None].long() * VLLM_BLOCK_SIZE + torch.arange(VLLM_BLOCK_SIZE)).view(num_seqs, -1)
     for i in range(num_seqs):
-        codes = [x.view(FP8_DTYPES[cell.kv_dtype]) if cell.kv_dtype else x for x in problem.tokens(i)]
-        kv = [torch.from_numpy(x.astype(np.float32)).to(dtype) for x in codes]
+        values = [x.view(FORMATS[cell.kv_kind].element).astype(np.float32) for x in problem.tokens(i)]
+        kv = [torch.from_numpy(x).to(dtype) for x in values]
         operators.cpu_attn_reshape_and_cache(*kv, *caches, slots[i], isa, 1.0, 1.0, kv_dtype)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
     lens, out = torch.from_numpy(problem.seq_lens), torch.empty_like(q)

@@ -20,14 +20,14 @@ import numpy as np
 
 import pagedkv
 
-from ...layouts import FP8_KINDS
+from ...layouts import KV_DTYPES
 from ..contest import MOST_SPREAD, NOT_INSTALLED, Call, Contest, contest, interleaved, median, on_host
 from ..problem import TOLERANCE, Cell
 from ..report import Interrupted, Row
 from .peers import COMPILED, FIRST, PACKAGES, SUBJECTS, HostProblem, as_tensor, torch_on
 
 NUM_KV_HEADS = 8
-CACHES = ("float32", "bfloat16", "float16", *FP8_KINDS)
+CACHES = ("float32", "bfloat16", "float16", *KV_DTYPES)
 SHAPES = ((8, 4096), (1, 16384), (64, 512))
 GROUP_SIZES = (1, 4, 8)
 FP8_TOLERANCE = 2e-2  # some round q to bfloat16
@@ -89,7 +89,7 @@ def _reader(num_bytes: int, num_threads: int) -> Call:
 
 def decode_cell(cache: str, group_size: int, num_seqs: int, length: int) -> Cell:
     """One token for each of `num_seqs` sequences; q has the cache's dtype, and is float32 over fp8."""
-    kv_dtype = next((kind for kind in FP8_KINDS if kind == cache), None)
+    kv_dtype = next((kind for kind in KV_DTYPES if kind == cache), None)
     heads = group_size * NUM_KV_HEADS, NUM_KV_HEADS
     return Cell("decode", (length,) * num_seqs, *heads, dtype="float32" if kv_dtype else cache, kv_dtype=kv_dtype)
 

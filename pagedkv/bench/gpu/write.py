@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...layouts import LAYOUTS, cache_shapes, storage_dtype
+from ...layouts import LAYOUTS, KvFormat
 from ...operations.caches import write_kv
 from ...typing import KvDtype, Layout
 from ..contest import Call, Refused
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of K and V, read and written."""
-        itemsize = DTYPE.itemsize + storage_dtype(DTYPE, self.kv_dtype).itemsize
+        itemsize = DTYPE.itemsize + KvFormat.of(DTYPE, self.kv_dtype).stored.itemsize
         return 2 * self.num_tokens * NUM_KV_HEADS * HEAD_DIM * itemsize
 
     def slots(self) -> npt.NDArray[np.int64]:
@@ -65,9 +65,9 @@ class _Problem:
         self.k, self.v, self.slots = map(gpu.array, self.host)
 
     def new_caches(self, layout: Layout) -> list[npt.NDArray[Any]]:
-        dtype = storage_dtype(DTYPE, self.case.kv_dtype)
-        shapes = cache_shapes(layout, self.case.num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype.itemsize)
-        return [np.zeros(shape, dtype) for shape in shapes]
+        kv_format = KvFormat.of(DTYPE, self.case.kv_dtype)
+        parts = kv_format.parts(layout, self.case.num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
+        return [np.zeros(*part) for part in parts]
 
     def differing(self, layout: Layout, caches: Any) -> int:
         """Count the elements of caches on the GPU that differ from what the CPU backend writes."""

@@ -33,7 +33,7 @@ from ...kernels.prefill.tensor_cores.split.shape import PartShape
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
-from ...layouts import FP8_KINDS
+from ...layouts import KV_DTYPES
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
@@ -276,7 +276,7 @@ def suits_tensor_cores(call: AttentionCall) -> bool:
     registers.
     """
     spec, q_kind = call.spec, call.q.dtype.name
-    is_operand = q_kind != "float32" and (spec.kind == q_kind or spec.kind in FP8_KINDS)
+    is_operand = q_kind != "float32" and (spec.kind == q_kind or spec.kind in KV_DTYPES)
     options = call.options
     is_rare = options.leftpad is not None or options.mask is not None
     is_rare |= options.alibi_slopes is not None and options.alibi_slopes.ndim == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from ...layouts import cache_shapes
+from ...layouts import KvFormat
 from ...typing import Layout
 from ..groups import LayerGroups, Shape
 from ..ids import Int64Array
@@ -33,11 +33,13 @@ class LayerCaches:
     shapes : sequence of (int, int)
         Hkv and D of all layers, or of each.
     groups : LayerGroups
-    dtype : numpy.dtype
-        What they are stored in.
+    kv_format : KvFormat
 
     Attributes
     ----------
+    kv_format : KvFormat
+    block_bytes : int
+        Bytes of a block of a group.
     k_caches, v_caches : tuple of array
         Those of each layer, as views.
     stacks : tuple of array
@@ -59,17 +61,17 @@ class LayerCaches:
         block_size: int,
         shapes: Sequence[Shape],
         groups: LayerGroups,
-        dtype: np.dtype[Any],
+        kv_format: KvFormat,
     ) -> None:
-        sizes = layout, block_size, dtype.itemsize
-        self._arrays, self.block_bytes = arrays, bytes_of_block(groups, shapes, *sizes)
+        sizes = kv_format, layout, block_size
+        self._arrays, self.kv_format, self.block_bytes = arrays, kv_format, bytes_of_block(groups, shapes, *sizes)
         self._num_arrays = 1 if groups.has_shapes else groups.group_size
-        pairs = [cache_shapes(layout, num_blocks, block_size, *shape, dtype.itemsize) for shape in shapes]
+        parts = [kv_format.parts(layout, num_blocks, block_size, *shape) for shape in shapes]
         try:
             if groups.has_shapes:
                 self.stacks = (arrays.zeros((1, num_blocks, self.block_bytes), np.dtype(np.uint8)),)
             else:
-                self.stacks = tuple(arrays.zeros((self._num_arrays, *shape), dtype) for shape in pairs[0])
+                self.stacks = tuple(arrays.zeros((self._num_arrays, *shape), dtype) for shape, dtype in parts[0])
         except (MemoryError, RuntimeError, ValueError) as error:  # of NumPy or CuPy, of torch, of sizes beyond 64 bits
             needed, free = num_blocks * self.block_bytes, arrays.free_bytes()
             if free is None or needed <= free:
@@ -79,16 +81,13 @@ class LayerCaches:
                 f"which take {needed:,} bytes"
             ) from error
         if groups.has_shapes:
-            [blocks], both = self.stacks[0], []
-            for place, (k, v), (k_shape, v_shape) in zip(
-                groups.place_of, bytes_of_layers(shapes, *sizes), pairs, strict=True
-            ):
-                start = place * (k + v)
-                of_layer = ((start, k_shape), (start + k, v_shape))
-                both.append([arrays.view(blocks, first, shape, dtype) for first, shape in of_layer])
-            self.k_caches, self.v_caches = zip(*both, strict=True)
+            [blocks], layers = self.stacks[0], []
+            for place, nbytes, of_layer in zip(groups.place_of, bytes_of_layers(shapes, *sizes), parts, strict=True):
+                places = zip(accumulate(nbytes, initial=place * sum(nbytes)), of_layer, strict=False)
+                layers.append([arrays.view(blocks, start, *part) for start, part in places])
         else:
-            self.k_caches, self.v_caches = (tuple(stack[place] for place in groups.place_of) for stack in self.stacks)
+            layers = [[stack[place] for stack in self.stacks] for place in groups.place_of]
+        self.k_caches, self.v_caches = zip(*layers, strict=True)
         self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
 
     def copy(self, copies: Int64Array) -> None:
@@ -115,18 +114,22 @@ class LayerCaches:
         return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]
 
 
-def bytes_of_layers(shapes: Sequence[Shape], layout: Layout, block_size: int, itemsize: int) -> list[tuple[int, int]]:
-    """The bytes of one block in K and in V of layers, each aligned if several shapes share a block."""
-    of_layers = []
-    for shape in shapes:
-        k, v = (math.prod(part) * itemsize for part in cache_shapes(layout, 1, block_size, *shape, itemsize))
-        of_layers.append((k, v) if len(shapes) == 1 else (-(-k // _ALIGNED) * _ALIGNED, -(-v // _ALIGNED) * _ALIGNED))
-    return of_layers
+def bytes_of_layers(
+    shapes: Sequence[Shape], kv_format: KvFormat, layout: Layout, block_size: int
+) -> list[tuple[int, ...]]:
+    """The bytes of one block in each part of layers, aligned if several shapes share a block."""
+    aligned = 1 if len(shapes) == 1 else _ALIGNED
+    return [
+        tuple(-(-part.nbytes // aligned) * aligned for part in kv_format.parts(layout, 1, block_size, *shape))
+        for shape in shapes
+    ]
 
 
-def bytes_of_block(groups: LayerGroups, shapes: Sequence[Shape], layout: Layout, block_size: int, itemsize: int) -> int:
-    """The bytes of one block in K and V: as many as the layers of the largest group need."""
-    of_layers = [k + v for k, v in bytes_of_layers(shapes, layout, block_size, itemsize)]
+def bytes_of_block(
+    groups: LayerGroups, shapes: Sequence[Shape], kv_format: KvFormat, layout: Layout, block_size: int
+) -> int:
+    """The bytes of one block in all parts: as many as the layers of the largest group need."""
+    of_layers = [sum(parts) for parts in bytes_of_layers(shapes, kv_format, layout, block_size)]
     if not groups.has_shapes:
         return groups.group_size * of_layers[0]
     return max(sum(of_layers[layer] for layer in group.layers) for group in groups.groups)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...arrays import to_host
-from ...layouts import storage_dtype
+from ...layouts import float_dtype
 from ..arguments import as_int
 from ..ids import Int64Array
 from .arrays import Arrays
@@ -122,7 +122,7 @@ def specs_of(states: Any) -> dict[str, Spec]:
         if not isinstance(shape, (tuple, list)):
             raise TypeError(f"{expected}, got {name!r}: {spec!r}")
         sizes = tuple(as_int(f"states[{name!r}]", size, minimum=1) for size in shape)
-        specs[name] = sizes, storage_dtype(dtype, None)
+        specs[name] = sizes, float_dtype(dtype)
     return specs
 
 

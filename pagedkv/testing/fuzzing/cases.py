@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from hypothesis.strategies import SearchStrategy
 
-from ..problems.attention import FLOATS
-from ..problems.limits import BLOCK_SIZES, HEAD_DIMS, KV_DTYPES, OPTIONS, STRIDES, Limits
+from ...layouts import FORMATS
+from ..problems.limits import BLOCK_SIZES, HEAD_DIMS, KV_DTYPES, OPTIONS, STRIDES, Limits, fits
 from ..problems.merges import merge_specs
 from ..problems.strategies import fade, own_parity, specs_within
 from ..problems.writes import write_specs
@@ -64,12 +64,11 @@ def _cpu_limits(rng: random.Random, layouts: tuple[str, ...]) -> Limits:
 def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str) -> Limits:
     """Draw one value of everything for which a kernel is compiled: sizes, dtypes, and whether logits are changed."""
     kv_dtype = rng.choice(KV_DTYPES)
-    is_fp8 = kv_dtype.startswith("fp8")
     modifies = rng.random() < 0.5
     options = OPTIONS if modifies else tuple(x for x in OPTIONS if x not in ("softcap", "alibi_slopes"))
     return Limits(
         layouts=layouts,
-        q_dtypes=(rng.choice([*FLOATS] if is_fp8 else ["float32", kv_dtype]),),
+        q_dtypes=(rng.choice(FORMATS[kv_dtype].takes).name,),
         kv_dtypes=(kv_dtype,),
         head_dims=(rng.choice(_fitting(DEVICE_HEAD_DIMS, kv_dtype, layouts)),),
         block_sizes=(rng.choice(BLOCK_SIZES[layouts[0]]),),
@@ -83,11 +82,10 @@ def _device_limits(rng: random.Random, layouts: tuple[str, ...], operation: str)
 
 
 def _strides(backend: str, kv_dtype: str) -> tuple[str, ...]:
-    """The strides that the backend accepts: CUDA kernels need fp8 rows that are aligned for whole vectors."""
-    return STRIDES[:2] if backend != "cpu" and kv_dtype.startswith("fp8") else STRIDES
+    """The strides that the backend accepts: CUDA kernels need rows of codes that are aligned for whole vectors."""
+    return STRIDES[:2] if backend != "cpu" and FORMATS[kv_dtype].coded else STRIDES
 
 
 def _fitting(head_dims: tuple[int, ...], kv_dtype: str, layouts: tuple[str, ...]) -> tuple[int, ...]:
     """The head sizes that the layouts support; 64 if they support none."""
-    x = 16 if kv_dtype.startswith("fp8") else 16 // FLOATS[kv_dtype].itemsize
-    return tuple(d for d in head_dims if layouts != ("vllm",) or d % x == 0) or (64,)
+    return tuple(d for d in head_dims if fits(d, kv_dtype, layouts)) or (64,)

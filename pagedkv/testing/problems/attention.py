@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import FLOAT_DTYPES, FP8_DTYPES
+from ...layouts import FLOAT_DTYPES, FORMATS, KvFormat
 
 FLOATS = {dtype.name: dtype for dtype in FLOAT_DTYPES}
 # What fills unused slots (a float, an fp8 code) and unused table entries.
@@ -108,8 +108,8 @@ class Spec:
         return self.kv_dtype.startswith("fp8")
 
     @property
-    def storage(self) -> np.dtype:
-        return np.dtype(np.uint8) if self.is_fp8 else FLOATS[self.kv_dtype]
+    def kv_format(self) -> KvFormat:
+        return FORMATS[self.kv_dtype]
 
     def replace(self, **changes: Any) -> "Spec":
         """Copy the spec with other values of some fields."""
@@ -305,7 +305,7 @@ def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.
                 k[needle, head] = 40 * q[0, head * spec.group_size]
     else:
         q = rng.standard_normal((query_len, spec.num_heads, spec.head_dim), np.float32)
-    return q.astype(FLOATS[spec.q_dtype]), _to_storage(k, spec), _to_storage(v, spec)
+    return q.astype(FLOATS[spec.q_dtype]), spec.kv_format.narrow(k), spec.kv_format.narrow(v)
 
 
 def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
@@ -314,18 +314,12 @@ def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarr
     block, offset = (np.broadcast_to(x[:, None], head.shape) for x in (block, offset))
     parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, 3 + 0 * head]
     values = np.tile(np.stack(parts, axis=-1), spec.head_dim // 8)
-    return _to_storage(values.astype(np.float32), spec)
-
-
-def _to_storage(x: np.ndarray, spec: Spec) -> np.ndarray:
-    if spec.is_fp8:
-        return x.astype(FP8_DTYPES[spec.kv_dtype]).view(np.uint8)
-    return x.astype(spec.storage)
+    return spec.kv_format.narrow(values.astype(np.float32))
 
 
 def _full_of_poison(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
     value, code, _ = POISONS[spec.poison]
-    return np.full(shape, code if spec.is_fp8 else value, spec.storage)
+    return np.full(shape, code if spec.is_fp8 else value, spec.kv_format.stored)
 
 
 def _arrange(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -334,7 +328,7 @@ def _arrange(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.nda
     if spec.strides == "own":
         return np.ascontiguousarray(k), np.ascontiguousarray(v)
     if spec.strides == "halves":
-        combined = np.empty((len(k), 2, k[:1].size), spec.storage)
+        combined = np.empty((len(k), 2, k[:1].size), spec.kv_format.stored)
         k_cache, v_cache = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
     else:  # K and V with different paddings on every axis
         k_cache = _full_of_poison((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...layouts import FP8_KINDS, LAYOUTS
+from ...layouts import FORMATS, LAYOUTS, VECTOR_BYTES
 from .attention import FLOATS, POISONS
 
-KV_DTYPES = (*FLOATS, *FP8_KINDS)
+KV_DTYPES = tuple(FORMATS)
 STRIDES = ("own", "halves", "strided")
 # Options that may differ from their default.
 OPTIONS = (
@@ -86,3 +86,8 @@ class Limits:
     longest: int = 1100
     elements: int = 2**21
     most_seqs: int = 4
+
+
+def fits(head_dim: int, kv_dtype: str, layouts: Sequence[str]) -> bool:
+    """Whether all of the layouts can have heads of this size."""
+    return "vllm" not in layouts or head_dim * FORMATS[kv_dtype].stored.itemsize % VECTOR_BYTES == 0

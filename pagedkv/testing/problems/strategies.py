@@ -8,6 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from ...layouts import FORMATS
 from .attention import Problem, Spec, build
 from .limits import BLOCK_SIZES, Limits
 
@@ -75,7 +76,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     layout = draw(_one_of(*limits.layouts))
     kv_dtype = draw(_one_of(*limits.kv_dtypes))
     score_mod = draw(st.sampled_from(limits.score_mods))  # not cached, since these functions belong to the caller
-    is_fp8 = kv_dtype.startswith("fp8")
+    kv_format = FORMATS[kv_dtype]
     block_size = draw(_one_of(*(limits.block_sizes or BLOCK_SIZES[layout])))
     head_dim = draw(_one_of(*limits.head_dims))
     num_kv_heads = draw(_one_of(*limits.nums_kv_heads))
@@ -96,7 +97,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
     if prefill:
         query_lens = tuple(draw(_query_lengths(length)) for length in seq_lens)
         padding_rows = draw(st.integers(0, 3))
-    q_dtypes = [name for name in limits.q_dtypes if is_fp8 or name in (kv_dtype, "float32")]
+    q_dtypes = [name for name in limits.q_dtypes if FORMATS[name].stored in kv_format.takes]
     strides = ["own"] if limits.contiguous else [*limits.strides]
 
     def option(name: str, values: st.SearchStrategy[Any], default: Any = None) -> Any:
@@ -119,7 +120,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         kv_dtype=kv_dtype,
         strides=draw(_one_of(*strides)),
         contiguous=limits.contiguous,
-        kv_scales=option("k_scale", scales) if is_fp8 else None,
+        kv_scales=option("k_scale", scales) if kv_format.scaled else None,
         scale=option("scale", _one_of(None, None, 0.0, -0.1, 0.25)),
         softcap=option("softcap", _one_of(None, None, 0.7, 30.0)),
         alibi=option("alibi_slopes", st.booleans(), False),

@@ -8,7 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 
-from ...layouts import LAYOUTS
+from ...layouts import FORMATS, LAYOUTS
 from .attention import FLOATS, Problem, Spec, build
 from .limits import BLOCK_SIZES, KV_DTYPES, STRIDES
 
@@ -64,10 +64,10 @@ def write_specs(
         num_kv_heads=draw(st.integers(1, 3)),
         block_size=draw(st.sampled_from(BLOCK_SIZES[layout][:-1])),
         strides=draw(st.sampled_from(strides)),
-        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if kv_dtype.startswith("fp8") else None,
+        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if FORMATS[kv_dtype].scaled else None,
         seed=draw(st.integers(0, 2**16)),
     )
-    token_dtype = draw(st.sampled_from(list(FLOATS) if cache.is_fp8 else sorted({"float32", kv_dtype})))
+    token_dtype = draw(st.sampled_from(FORMATS[kv_dtype].takes)).name
     return WriteSpec(cache, token_dtype, draw(st.integers(0, 40)), draw(st.booleans()))
 
 

@@ -58,7 +58,7 @@ def arguments_of(config, layout, num_kv_heads, num_blocks, strides, rng):
 
 
 def new_results(call):
-    dtype = np.dtype(np.float32) if call.spec.kind.startswith("fp8") else call.k_cache.dtype
+    dtype = call.spec.format.wide
     return np.full((2, call.seq_len, call.spec.num_kv_heads, call.spec.head_dim), 7, dtype)
 
 

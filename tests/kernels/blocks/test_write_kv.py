@@ -257,7 +257,7 @@ def test_the_grid_of_millions_of_tokens_and_many_heads_is_one_that_hardware_take
 
 
 def _wide(spec, num_kv_heads):
-    return type(spec)(spec.layout, spec.kind, 10**7, spec.block_size, num_kv_heads, spec.head_dim)
+    return replace(spec, num_blocks=10**7, num_kv_heads=num_kv_heads)
 
 
 @pytest.mark.parametrize("layout", ["HND", "vllm"])
@@ -280,8 +280,7 @@ def test_slots_past_2_31_elements(layout):
 
 
 def _many(call, num_blocks):
-    spec = call.spec
-    return type(spec)(spec.layout, spec.kind, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    return replace(call.spec, num_blocks=num_blocks)
 
 
 def test_rows_move_in_vectors_of_16_bytes():

@@ -198,7 +198,7 @@ def test_offsets_are_wide_where_32_bits_do_not_count_the_vectors(head_dim, kind,
     for num_blocks, is_wide in ((2**32 * vector // row, False), (2**32 * vector // row + 1, True)):
         shape = (num_blocks, *call.k_cache.shape[1:])
         large = np.lib.stride_tricks.as_strided(call.k_cache, shape, call.k_cache.strides)
-        spec = type(call.spec)("NHD", call.spec.kind, num_blocks, 16, 1, head_dim)
+        spec = replace(call.spec, num_blocks=num_blocks)
         wide = call._replace(k_cache=large, v_cache=large, spec=spec)
         assert split.split_config(wide, capability=(9, 0)).wide == is_wide
 
