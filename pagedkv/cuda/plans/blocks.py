@@ -47,14 +47,14 @@ def write_kv(device: Device, call: WriteCall) -> None:
         head_dim=spec.head_dim,
         block_size=spec.block_size,
         is_vllm=spec.layout == "vllm",
-        k_per_head=_is_per_head(spec.kind, call.k_scale),
-        v_per_head=_is_per_head(spec.kind, call.v_scale),
+        k_per_head=isinstance(call.k_scale, np.ndarray),
+        v_per_head=isinstance(call.v_scale, np.ndarray),
         checked=call.checked,
         hardware_fp8=spec.kind.startswith("fp8") and device.capability >= FIRST_WITH_FP8,
     )
     if call.rotation is not None:
         config = _with_rotation(config, call.rotation)
-    (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
+    (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, call)
     arguments = (
         device.address("k", call.k),
         device.address("v", call.v),
@@ -90,7 +90,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
         A call with at least one token. If it is checked, the kernel skips block ids outside 0..num_blocks-1, and
         records the first one; rows of their tokens are not written.
     k, v : (seq_len, num_kv_heads, head_dim) array, C-contiguous
-        They have the cache's dtype, or float32 for fp8 caches.
+        Of the dtype `wide` of the cache's format.
     """
     spec = call.spec
     config = GatherConfig(
@@ -98,12 +98,12 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
         head_dim=spec.head_dim,
         block_size=spec.block_size,
         is_vllm=spec.layout == "vllm",
-        k_per_head=_is_per_head(spec.kind, call.k_scale),
-        v_per_head=_is_per_head(spec.kind, call.v_scale),
+        k_per_head=isinstance(call.k_scale, np.ndarray),
+        v_per_head=isinstance(call.v_scale, np.ndarray),
         checked=call.checked,
         hardware_fp8=spec.kind == "fp8_e4m3" and device.capability >= FIRST_WITH_FP8,
     )
-    (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, spec.kind, call.k_scale, call.v_scale)
+    (k_scales, k_scale), (v_scales, v_scale) = _scale_arguments(device, call)
     arguments = (
         device.address("k_cache", call.k_cache),
         device.address("v_cache", call.v_cache),
@@ -198,23 +198,12 @@ def _token_grid(num_tokens: int, num_kv_heads: int, kind: str, head_dim: int, *,
     return -(-items // NUM_THREADS), min(num_kv_heads, LARGEST_GRID_Y), 2
 
 
-def _is_per_head(kind: str, scale: float | Array) -> bool:
-    return kind.startswith("fp8") and isinstance(scale, np.ndarray)
-
-
-def _scale_arguments(
-    device: Device, kind: str, k_scale: float | Array, v_scale: float | Array
-) -> list[tuple[int, float]]:
+def _scale_arguments(device: Device, call: WriteCall | GatherCall) -> list[tuple[int, float]]:
     """The address and the number of both scales; the kernel reads one or the other."""
-    result = []
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if not kind.startswith("fp8"):
-            result.append((0, 1.0))
-        elif isinstance(scale, np.ndarray):
-            result.append((device.address(name, scale), 1.0))
-        else:
-            result.append((0, float(scale)))
-    return result
+    return [
+        (device.address(name, scale), 1.0) if isinstance(scale, np.ndarray) else (0, float(scale))
+        for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale))
+    ]
 
 
 def _with_rotation(config: WriteConfig, rotation: Rotation) -> WriteConfig:

@@ -18,6 +18,8 @@ from numba.core import cgutils, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from ....layouts import FORMATS
+
 Value = Any  # of llvmlite, which has no types
 
 BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -29,7 +31,7 @@ FLOAT_BYTES = 4
 INT_BYTES = 8
 CACHE_LINE = 64
 
-ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+ELEMENT_BYTES = {name: kv_format.stored.itemsize for name, kv_format in FORMATS.items()}
 LOG2E = 1.4426950408889634
 ROUNDER = 1.5 * 2**23  # x + ROUNDER is an integer for |x| < 2**22
 LN2_HIGH = 0.693359375  # ln 2 in two parts, so that n * LN2_HIGH is exact (Cody and Waite)

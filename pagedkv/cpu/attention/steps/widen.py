@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ....layouts import FORMATS
 from .code import (
     BYTE,
     ELEMENT_BYTES,
@@ -88,7 +89,6 @@ def _frozen(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return array
 
 
-FP8 = {"fp8_e4m3": ml_dtypes.float8_e4m3fn, "fp8_e5m2": ml_dtypes.float8_e5m2}
 UPPER_HALF = -(2**16)
 
 
@@ -212,7 +212,7 @@ def _widen_by_pairs(code: Code, kind: str, raw: Value) -> list[Value]:
 def _widen_by_tables(code: Code, kind: str, raw: Value) -> list[Value]:
     """Widen a chunk of fp8 by two tables, each of 128 bytes of bfloat16; the sign is that of the code."""
     builder = code.builder
-    exact = np.arange(128, dtype=np.uint8).view(FP8[kind]).astype(ml_dtypes.bfloat16).view(np.uint16)
+    exact = np.arange(128, dtype=np.uint8).view(FORMATS[kind].element).astype(ml_dtypes.bfloat16).view(np.uint16)
     lower, upper = (_lookup(code, raw, part.astype(np.uint8)) for part in (exact & 0xFF, exact >> 8))
     upper = builder.or_(upper, builder.and_(raw, code.constant(-128, 64, BYTE)))
     halves = []
@@ -232,7 +232,8 @@ WIDEN: dict[str, Callable[[Code, Value], Value]] = {
     "float32": lambda _, raw: raw,
     "float16": from_half,
     "bfloat16": _from_bfloat16,
-    **{kind: partial(_from_bytes, kind) for kind in FP8},
+    "fp8_e4m3": partial(_from_bytes, "fp8_e4m3"),
+    "fp8_e5m2": partial(_from_bytes, "fp8_e5m2"),
 }
 
 
