@@ -96,8 +96,8 @@ class KvFormat:
         return self.stored.itemsize == 1
 
     @property
-    def wide(self) -> np.dtype[Any]:
-        """The dtype of dense rows, as `gather_kv` returns them."""
+    def dense(self) -> np.dtype[Any]:
+        """The dtype of the rows that `gather_kv` returns."""
         return FLOAT32 if self.coded else self.stored
 
     @property
@@ -108,24 +108,35 @@ class KvFormat:
     def parts(
         self, layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[Part, ...]:
-        """The arrays of a layer, K and V; sizes as in `cache_shapes`."""
-        shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, self.stored.itemsize)
-        return tuple(Part(shape, self.stored) for shape in shapes)
+        """The arrays of a layer: K and V.
 
-    def narrow(self, x: npt.NDArray[Any], scale: npt.NDArray[np.float32] | float = 1.0) -> npt.NDArray[Any]:
-        """Round rows to what a cache stores: to nearest even; fp8 saturates, and NaN stays NaN.
+        Both are (N, P, Hkv, D) in NHD and (N, Hkv, P, D) in HND; in vllm K is (N, Hkv, D / x, P, x), where x elements
+        take 16 bytes, and V is (N, Hkv, D, P).
 
-        Parameters
-        ----------
-        x : (..., num_kv_heads, head_dim) array of floats
-        scale : (num_kv_heads,) float32 array or float
-            Of a format with scales.
+        Raises
+        ------
+        ValueError
+            An unknown layout, or a size that the layout cannot have.
         """
+        require_layout(layout)
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
+        _require_sizes(layout, block_size, num_kv_heads, head_dim, self.stored.itemsize)
+        if layout == "vllm":
+            x = VECTOR_BYTES // self.stored.itemsize
+            k_shape: tuple[int, ...] = (num_blocks, num_kv_heads, head_dim // x, block_size, x)
+            v_shape: tuple[int, ...] = (num_blocks, num_kv_heads, head_dim, block_size)
+        else:
+            inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+            k_shape = v_shape = (num_blocks, *inner, head_dim)
+        return Part(k_shape, self.stored), Part(v_shape, self.stored)
+
+    def narrow(self, x: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """Round numbers, which are divided by their scale already, to nearest even; codes saturate, and keep NaN."""
         if not self.coded:
             return x.astype(self.stored, copy=False)
         largest = float(ml_dtypes.finfo(self.element).max)
-        codes = x.astype(np.float32, copy=False) / np.asarray(scale, np.float32)[..., None]
-        return np.clip(codes, -largest, largest).astype(self.element).view(self.stored)
+        return np.clip(x, -largest, largest).astype(self.element).view(self.stored)
 
 
 _UINT8 = np.dtype(np.uint8)
@@ -164,48 +175,6 @@ class CacheSpec:
     def kind(self) -> str:
         """The name of the format, by which kernels are compiled."""
         return self.format.name
-
-
-def cache_shapes(
-    layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the K and the V cache of one layer.
-
-    Parameters
-    ----------
-    layout : str
-        "NHD", "HND" or "vllm".
-    num_blocks, block_size, num_kv_heads, head_dim : int
-        N, P, Hkv and D.
-    itemsize : int
-        Bytes of an element: 4, 2 or 1.
-
-    Returns
-    -------
-    k_shape, v_shape : tuple of int
-        Both (N, P, Hkv, D) in NHD and (N, Hkv, P, D) in HND; in vllm K is
-        (N, Hkv, D / x, P, x) with x = 16 / itemsize and V is (N, Hkv, D, P).
-
-    Raises
-    ------
-    ValueError
-        An unknown layout, or a size that the layout cannot have.
-    """
-    require_layout(layout)
-    if num_blocks < 0:
-        raise ValueError(f"num_blocks must be at least 0, got {num_blocks}")
-    _require_sizes(layout, block_size, num_kv_heads, head_dim, itemsize)
-    if layout == "vllm":
-        x = VECTOR_BYTES // itemsize
-        return (num_blocks, num_kv_heads, head_dim // x, block_size, x), (
-            num_blocks,
-            num_kv_heads,
-            head_dim,
-            block_size,
-        )
-    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-    shape = (num_blocks, *inner, head_dim)
-    return shape, shape
 
 
 def require_layout(layout: object) -> None:

@@ -5,65 +5,55 @@ import numpy as np
 import pytest
 import torch
 
-from pagedkv.layouts import (
-    FORMATS,
-    CacheSpec,
-    Geometry,
-    KvFormat,
-    cache_geometry,
-    cache_shapes,
-    cache_spec,
-    float_dtype,
-)
+from pagedkv.layouts import FORMATS, CacheSpec, Geometry, KvFormat, cache_geometry, cache_spec, float_dtype
 
 
 @pytest.mark.parametrize(
-    ("layout", "itemsize", "k_shape", "v_shape"),
+    ("layout", "name", "k_shape", "v_shape"),
     [
-        ("NHD", 4, (9, 16, 2, 64), (9, 16, 2, 64)),
-        ("HND", 4, (9, 2, 16, 64), (9, 2, 16, 64)),
-        ("vllm", 4, (9, 2, 16, 16, 4), (9, 2, 64, 16)),
-        ("vllm", 2, (9, 2, 8, 16, 8), (9, 2, 64, 16)),
-        ("vllm", 1, (9, 2, 4, 16, 16), (9, 2, 64, 16)),
+        ("NHD", "float32", (9, 16, 2, 64), (9, 16, 2, 64)),
+        ("HND", "float32", (9, 2, 16, 64), (9, 2, 16, 64)),
+        ("vllm", "float32", (9, 2, 16, 16, 4), (9, 2, 64, 16)),
+        ("vllm", "bfloat16", (9, 2, 8, 16, 8), (9, 2, 64, 16)),
+        ("vllm", "fp8_e4m3", (9, 2, 4, 16, 16), (9, 2, 64, 16)),
     ],
 )
-def test_cache_shapes_have_the_sizes_they_were_made_of(layout, itemsize, k_shape, v_shape):
-    assert cache_shapes(layout, 9, 16, 2, 64, itemsize) == (k_shape, v_shape)
-    geometry = cache_geometry(layout, k_shape, v_shape, itemsize)
+def test_caches_have_the_sizes_they_were_made_of(layout, name, k_shape, v_shape):
+    kv_format = FORMATS[name]
+    parts = kv_format.parts(layout, 9, 16, 2, 64)
+    assert parts == ((k_shape, kv_format.stored), (v_shape, kv_format.stored))
+    assert [part.nbytes for part in parts] == [np.zeros(*part).nbytes for part in parts]
+    geometry = cache_geometry(layout, k_shape, v_shape, kv_format.stored.itemsize)
     assert geometry == Geometry(num_blocks=9, block_size=16, num_kv_heads=2, head_dim=64)
-    for kv_format in FORMATS.values():
-        assert cache_spec(layout, kv_format, geometry) == CacheSpec(layout, kv_format, 9, 16, 2, 64)
-        if kv_format.stored.itemsize == itemsize:
-            parts = kv_format.parts(layout, 9, 16, 2, 64)
-            assert [np.zeros(*part).shape for part in parts] == [k_shape, v_shape]
-            assert sum(part.nbytes for part in parts) == 2 * 9 * 16 * 2 * 64 * itemsize
+    assert cache_spec(layout, kv_format, geometry) == CacheSpec(layout, kv_format, 9, 16, 2, 64)
 
 
 @pytest.mark.parametrize(("layout", "block_size", "head_dim"), [("NHD", 1, 8), ("HND", 24, 512), ("vllm", 8, 8)])
 def test_extreme_sizes_are_fine(layout, block_size, head_dim):
-    k_shape, v_shape = cache_shapes(layout, 0, block_size, 1, head_dim, 2)
+    (k_shape, _), (v_shape, _) = FORMATS["float16"].parts(layout, 0, block_size, 1, head_dim)
     assert cache_geometry(layout, k_shape, v_shape, 2) == (0, block_size, 1, head_dim)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "arguments", "message"),
     [
-        (("NDH", 4, 16, 2, 64, 4), 'layout must be "NHD", "HND" or "vllm", got \'NDH\''),
-        (("NHD", -1, 16, 2, 64, 4), "num_blocks must be at least 0, got -1"),
-        (("NHD", 4, 0, 2, 64, 4), "block_size must be at least 1, got 0"),
-        (("HND", 4, 16, 0, 64, 4), "num_kv_heads must be at least 1, got 0"),
-        (("NHD", 4, 16, 2, 4, 4), "head_dim must be a multiple of 8 from 8 to 512, got 4"),
-        (("NHD", 4, 16, 2, 516, 4), "head_dim must be a multiple of 8 from 8 to 512, got 516"),
-        (("vllm", 4, 12, 2, 64, 4), "block_size must be a power of two from 8 to 256 in layout vllm, got 12"),
+        ("float32", ("NDH", 4, 16, 2, 64), 'layout must be "NHD", "HND" or "vllm", got \'NDH\''),
+        ("float32", ("NHD", -1, 16, 2, 64), "num_blocks must be at least 0, got -1"),
+        ("float32", ("NHD", 4, 0, 2, 64), "block_size must be at least 1, got 0"),
+        ("float32", ("HND", 4, 16, 0, 64), "num_kv_heads must be at least 1, got 0"),
+        ("float32", ("NHD", 4, 16, 2, 4), "head_dim must be a multiple of 8 from 8 to 512, got 4"),
+        ("float32", ("NHD", 4, 16, 2, 516), "head_dim must be a multiple of 8 from 8 to 512, got 516"),
+        ("float32", ("vllm", 4, 12, 2, 64), "block_size must be a power of two from 8 to 256 in layout vllm, got 12"),
         (
-            ("vllm", 4, 16, 2, 40, 1),
+            "fp8_e4m3",
+            ("vllm", 4, 16, 2, 40),
             "head_dim must be a multiple of 16 in layout vllm with 1-byte elements, got 40",
         ),
     ],
 )
-def test_impossible_sizes_are_refused(arguments, message):
+def test_impossible_sizes_are_refused(name, arguments, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        cache_shapes(*arguments)
+        FORMATS[name].parts(*arguments)
     assert str(caught.value) == message
 
 
@@ -102,7 +92,7 @@ def test_what_formats_say_of_their_rows():
     """By name: whether rows are codes, the dtype of dense rows, and the dtypes of k, v and q beside them."""
     floats = ["float32", "float16", "bfloat16"]
     said = {
-        name: (kv_format.coded, kv_format.wide.name, sorted({dtype.name for dtype in kv_format.takes}))
+        name: (kv_format.coded, kv_format.dense.name, sorted({dtype.name for dtype in kv_format.takes}))
         for name, kv_format in FORMATS.items()
     }
     assert said == {

@@ -72,13 +72,12 @@ def test_decode_on_another_stream(framework):
 )
 def test_caches(framework, layout, kind):
     rng = np.random.default_rng(0)
-    dtype, is_fp8 = FLOATS.get(kind, np.dtype(np.uint8)), kind.startswith("fp8")
-    shapes = pagedkv.layouts.cache_shapes(layout, 6, 8, 2, 16, dtype.itemsize)
-    caches = [rng.integers(0, 100, shape).astype(dtype) for shape in shapes]
+    kv_format = pagedkv.layouts.FORMATS[kind]
+    caches = [rng.integers(0, 100, shape).astype(dtype) for shape, dtype in kv_format.parts(layout, 6, 8, 2, 16)]
     k, v = rng.standard_normal((2, 5, 2, 16)).astype(np.float32)
     slots, table = np.array([3, -1, 47, 8, 0]), np.array([5, 0, 1, -1], np.int32)
-    options = {"layout": layout, "kv_dtype": kind if is_fp8 else None}
-    if is_fp8:
+    options = {"layout": layout, "kv_dtype": kind if kv_format.coded else None}
+    if kv_format.scaled:
         options |= {"k_scale": 0.5, "v_scale": np.array([0.25, 3], np.float32)}
     pairs, there, back = np.array([[0, 2], [1, 3]]), np.array([[5, 0], [3, 5]]), np.array([[0, 4]])
     results = []

@@ -87,7 +87,7 @@ def compile_ahead(
             prefill_attention(device, call, call.q.copy(), None)
         for written in writes:
             write_kv(device, written)
-        dense = np.zeros(writes[0].k.shape, gather.spec.format.wide)
+        dense = np.zeros(writes[0].k.shape, gather.spec.format.dense)
         gather_kv(device, gather, dense, dense.copy())
         copy_blocks(device, copy)
         if merge is not None:

@@ -156,8 +156,8 @@ def gather_kv(
     )  # fmt: skip
     shape = call.seq_len, call.spec.num_kv_heads, call.spec.head_dim
     remedy = "convert the caches to one of them"
-    k, k_result = call.placement.new_array("k", shape, call.spec.format.wide, remedy)
-    v, v_result = call.placement.new_array("v", shape, call.spec.format.wide, remedy)
+    k, k_result = call.placement.new_array("k", shape, call.spec.format.dense, remedy)
+    v, v_result = call.placement.new_array("v", shape, call.spec.format.dense, remedy)
     backend_of(call.placement).gather_kv(call, k_result, v_result)
     return k, v
 

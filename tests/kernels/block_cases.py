@@ -12,7 +12,6 @@ from pagedkv.cuda.backend import KernelBackend
 from pagedkv.emulator import EmulatorDevice
 from pagedkv.placement import Placement
 
-from ..support.problems import FLOATS
 from ..support.strategies import long
 
 ON_HOST = Placement("emulator", 0, 0, None)
@@ -34,23 +33,19 @@ def swapping(copies, pairs):
     return SwapCall(ON_HOST, copies, pairs, checked=False)
 
 
-def storage(kind):
-    return FLOATS.get(kind, np.dtype(np.uint8))
-
-
 def random_bits(rng, shape, dtype):
     """An array of random bytes: any value, NaN too."""
     return rng.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0]
 
 
-def pair_of(shapes, dtype, strides, rng):
+def pair_of(parts, strides, rng):
     """Two arrays of random bytes: apart, interleaved blocks of one array, or with gaps on every axis."""
-    if strides == "own":
-        return [random_bits(rng, shape, dtype) for shape in shapes]
     if strides == "halves":
-        both = random_bits(rng, (shapes[0][0], 2, math.prod(shapes[0][1:])), dtype)
-        return [both[:, i].reshape(shape) for i, shape in enumerate(shapes)]
-    return [with_gaps(random_bits(rng, shape, dtype), gap) for shape, gap in zip(shapes, (1, 2), strict=True)]
+        shape, dtype = parts[0]
+        both = random_bits(rng, (shape[0], 2, math.prod(shape[1:])), dtype)
+        return [both[:, i].reshape(shape) for i, (shape, _) in enumerate(parts)]
+    pair = [random_bits(rng, *part) for part in parts]
+    return pair if strides == "own" else [with_gaps(x, gap) for gap, x in enumerate(pair, 1)]
 
 
 def with_gaps(array, gap):

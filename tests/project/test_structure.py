@@ -253,7 +253,7 @@ def test_imports_are_found_wherever_they_stand():
 import numpy as np, pagedkv.operations.attention
 from . import sibling
 from .sibling import name
-from ...layouts import LAYOUTS, cache_shapes
+from ...layouts import LAYOUTS, cache_spec
 if TYPE_CHECKING:
     from .types import alone
 else:
@@ -269,7 +269,7 @@ class A:
         ("pagedkv.cuda.plans", "sibling"),
         ("pagedkv.cuda.plans.sibling", "name"),
         ("pagedkv.layouts", "LAYOUTS"),
-        ("pagedkv.layouts", "cache_shapes"),
+        ("pagedkv.layouts", "cache_spec"),
         ("pagedkv.cuda.plans.types", "alone"),
         ("pagedkv.cuda.plans.run", "time"),
         ("pagedkv.cuda", "late"),

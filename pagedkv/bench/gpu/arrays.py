@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...cached_property import cached_property
-from ...layouts import cache_shapes
+from ...layouts import FORMATS
 from ...typing import Layout
 from ..contest import Refused
 from ..problem import BenchProblem
@@ -57,9 +57,8 @@ class GpuProblem:
         """K (N, Hkv, D / x, P, x) and V (N, Hkv, D, P); ValueError if the layout cannot have the sizes."""
         k, v = self.nhd
         num_blocks, block_size, num_kv_heads, head_dim = k.shape
-        itemsize = self.host.kv.itemsize
-        cache_shapes("vllm", num_blocks, block_size, num_kv_heads, head_dim, itemsize)
-        k = k.reshape(num_blocks, block_size, num_kv_heads, -1, 16 // itemsize)
+        (k_shape, _), _ = FORMATS[self.cell.kv_kind].parts("vllm", num_blocks, block_size, num_kv_heads, head_dim)
+        k = k.reshape(num_blocks, block_size, num_kv_heads, -1, k_shape[-1])
         return self.gpu.arranged(k, (0, 2, 3, 1, 4)), self.gpu.arranged(v, (0, 2, 3, 1))
 
     @cached_property

@@ -90,7 +90,7 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
         A call with at least one token. If it is checked, the kernel skips block ids outside 0..num_blocks-1, and
         records the first one; rows of their tokens are not written.
     k, v : (seq_len, num_kv_heads, head_dim) array, C-contiguous
-        Of the dtype `wide` of the cache's format.
+        Of the `dense` dtype of the cache's format.
     """
     spec = call.spec
     config = GatherConfig(

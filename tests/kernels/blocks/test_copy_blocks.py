@@ -11,7 +11,7 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.copy_blocks import CopyConfig, make_copy_blocks
-from pagedkv.layouts import LAYOUTS, cache_shapes
+from pagedkv.layouts import FORMATS, LAYOUTS
 
 from ...support.bits import bits
 from ..block_cases import (
@@ -22,7 +22,6 @@ from ..block_cases import (
     every_third_for_all,
     pair_of,
     random_bits,
-    storage,
     swapping,
     with_gaps,
     without_device,
@@ -52,17 +51,16 @@ def pools(draw):
     head_dim = draw(st.sampled_from([16, 48, 128])) if layout == "vllm" else draw(st.sampled_from([8, 24, 64]))
     block_size = draw(st.sampled_from([8, 16])) if layout == "vllm" else draw(st.sampled_from([1, 3, 16]))
     num_blocks, num_kv_heads = draw(st.integers(2, 9)), draw(st.integers(1, 3))
-    dtype = storage(kind)
-    shapes = cache_shapes(layout, num_blocks, block_size, num_kv_heads, head_dim, dtype.itemsize)
-    return shapes, dtype, draw(st.sampled_from(STRIDES)), draw(st.integers(1, 5)), draw(st.integers(0, 2**16))
+    parts = FORMATS[kind].parts(layout, num_blocks, block_size, num_kv_heads, head_dim)
+    return parts, draw(st.sampled_from(STRIDES)), draw(st.integers(1, 5)), draw(st.integers(0, 2**16))
 
 
 @settings(max_examples=60)
 @given(pool=pools())
 def test_exactly_the_named_blocks_get_the_bytes_of_others(pool, open_device):
-    shapes, dtype, strides, num_layers, seed = pool
+    parts, strides, num_layers, seed = pool
     rng = np.random.default_rng(seed)
-    caches = [cache for _ in range(num_layers) for cache in pair_of(shapes, dtype, strides, rng)]
+    caches = [cache for _ in range(num_layers) for cache in pair_of(parts, strides, rng)]
     pairs = pairs_of(len(caches[0]), rng)
     wide = np.full((len(pairs), 4), -1)
     wide[:, 1:3] = pairs
@@ -168,16 +166,17 @@ def shadow_of(array):
     sides=st.sampled_from(["emulator", "to device", "to host", "within, pairs on the host", "within", "mixed"]),
 )
 def test_swaps_write_exactly_the_named_blocks(pool, other_strides, sides):
-    shapes, dtype, strides, num_layers, seed = pool
+    parts, strides, num_layers, seed = pool
     rng = np.random.default_rng(seed)
-    others = [(shape[0] + 2, *shape[1:]) for shape in shapes]
+    num_blocks = parts[0].shape[0]
+    others = [((num_blocks + 2, *shape[1:]), dtype) for shape, dtype in parts]
     sources, destinations = [], []
     for _ in range(num_layers):
-        sources += pair_of(shapes, dtype, strides, rng)
-        destinations += pair_of(others, dtype, other_strides, rng)
-    pairs = pairs_of(shapes[0][0], rng, apart=False)
+        sources += pair_of(parts, strides, rng)
+        destinations += pair_of(others, other_strides, rng)
+    pairs = pairs_of(num_blocks, rng, apart=False)
     if rng.random() < 0.5:  # runs
-        pairs = np.arange(2, shapes[0][0])[:, None] + np.array([-1, 2])
+        pairs = np.arange(2, num_blocks)[:, None] + np.array([-1, 2])
         if not len(pairs):
             return
     sources_before, expected = [x.copy() for x in sources], [x.copy() for x in destinations]

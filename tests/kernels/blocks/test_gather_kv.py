@@ -14,7 +14,7 @@ from pagedkv.cuda.device import FIRST_WITH_FP8
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.gather_kv import GatherConfig, make_gather_kv
-from pagedkv.layouts import cache_shapes
+from pagedkv.layouts import FORMATS
 from pagedkv.validation.caches import gather_call
 
 from ...support.bits import assert_same_bits_but_of_nan, bits
@@ -27,7 +27,6 @@ from ..block_cases import (
     assert_links,
     every_third_for_all,
     pair_of,
-    storage,
     without_device,
 )
 
@@ -47,18 +46,17 @@ CONFIGS = [
 
 def arguments_of(config, layout, num_kv_heads, num_blocks, strides, rng):
     """Caches of any bits, and the options of the call."""
-    dtype = storage(config.kind)
-    shapes = cache_shapes(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim, dtype.itemsize)
+    parts = FORMATS[config.kind].parts(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim)
     options = {"layout": layout, "kv_dtype": None, "k_scale": None, "v_scale": None}
     if config.kind.startswith("fp8"):
         options["kv_dtype"] = config.kind
         for name, per_head in (("k_scale", config.k_per_head), ("v_scale", config.v_per_head)):
             options[name] = rng.uniform(0.01, 3, num_kv_heads).astype(np.float32) if per_head else 1e-39
-    return pair_of(shapes, dtype, strides, rng), options
+    return pair_of(parts, strides, rng), options
 
 
 def new_results(call):
-    dtype = call.spec.format.wide
+    dtype = call.spec.format.dense
     return np.full((2, call.seq_len, call.spec.num_kv_heads, call.spec.head_dim), 7, dtype)
 
 

@@ -13,7 +13,7 @@ from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import MemoryFault
 from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
-from pagedkv.layouts import cache_shapes
+from pagedkv.layouts import FORMATS
 from pagedkv.validation.caches import write_call
 
 from ...machine_code.sass import code_of
@@ -21,7 +21,7 @@ from ...support.bits import assert_same_bits_but_of_nan, bits
 from ...support.devices import emulator
 from ...support.problems import FLOATS
 from ...support.rotary_cases import tables_of
-from ..block_cases import SparseDevice, assert_links, pair_of, storage, with_gaps
+from ..block_cases import SparseDevice, assert_links, pair_of, with_gaps
 
 # Halves and neighbours, rotated dims that end within a vector, parts of every size, tables of both dtypes, keys that
 # are rounded once, twice and to fp8: one compile each.
@@ -38,11 +38,10 @@ MAX_POSITIONS = 40
 def arguments_of(config, rng, num_tokens=6, num_kv_heads=2, layout="NHD", strides="own"):
     """The arguments of a call but for its slots, some of which are skipped, and its tables."""
     num_blocks = -(-num_tokens // config.block_size) + 2
-    dtype = storage(config.kind)
-    shapes = cache_shapes(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim, dtype.itemsize)
+    parts = FORMATS[config.kind].parts(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim)
     shape = num_tokens, num_kv_heads, config.head_dim
     k, v = (rng.standard_normal(shape, np.float32).astype(FLOATS[kind]) for kind in (config.k_kind, config.v_kind))
-    k_cache, v_cache = pair_of(shapes, dtype, strides, rng)
+    k_cache, v_cache = pair_of(parts, strides, rng)
     slots = rng.permutation(num_blocks * config.block_size)[:num_tokens]
     options = {"layout": layout, "kv_dtype": None, "k_scale": None, "v_scale": None}
     if config.kind.startswith("fp8"):

@@ -16,7 +16,7 @@ from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.tokens import NUM_THREADS
 from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
-from pagedkv.layouts import cache_shapes
+from pagedkv.layouts import FORMATS
 from pagedkv.validation.caches import write_call
 
 from ...support.bits import assert_same_bits_but_of_nan, bits
@@ -29,11 +29,11 @@ from ..block_cases import (
     every_third_for_all,
     pair_of,
     random_bits,
-    storage,
     with_gaps,
     without_device,
 )
 
+FLOAT16 = FORMATS["float16"]
 # Every layout, kind and dtype of tokens, head_dim and block_size with several of the others: one compile each.
 CONFIGS = [
     WriteConfig("float32", "float32", "float32", 8, 1),
@@ -94,9 +94,8 @@ def test_exactly_the_named_slots_get_the_oracle_s_bits(write, open_device):
     config, layout, (num_tokens, num_kv_heads), strides, seed = write
     rng = np.random.default_rng(seed)
     num_blocks = -(-num_tokens // config.block_size) + 2
-    dtype = storage(config.kind)
-    shapes = cache_shapes(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim, dtype.itemsize)
-    k_cache, v_cache = pair_of(shapes, dtype, strides, rng)
+    parts = FORMATS[config.kind].parts(layout, num_blocks, config.block_size, num_kv_heads, config.head_dim)
+    k_cache, v_cache = pair_of(parts, strides, rng)
     shape = num_tokens, num_kv_heads, config.head_dim
     k, v = wild(rng, shape, FLOATS[config.k_kind]), wild(rng, shape, FLOATS[config.v_kind])
     k, v = (k[::-1, ::-1], with_gaps(v, 1)) if strides == "padded" else (k, np.broadcast_to(v[:1], shape))
@@ -113,7 +112,7 @@ def test_exactly_the_named_slots_get_the_oracle_s_bits(write, open_device):
         assert_same_bits_but_of_nan(cache, wanted, config.kind)
     if footprint is None:
         return
-    masks = [np.zeros(shape, bool) for shape in shapes]
+    masks = [np.zeros(shape, bool) for shape, _ in parts]
     reference.write_kv(np.ones(k.shape), np.ones(v.shape), *masks, slots, layout=layout)
     for name, mask in zip(("k_cache", "v_cache"), masks, strict=True):
         footprint.expect(name, read=False, written=mask)
@@ -176,8 +175,7 @@ def test_float32_is_rounded_to_nearest_even(kind, open_device):
 
 def small_call(layout="NHD", num_tokens=6, num_kv_heads=3, num_blocks=4, **changes):
     rng = np.random.default_rng(5)
-    shapes = cache_shapes(layout, num_blocks, 8, num_kv_heads, 16, 2)
-    k_cache, v_cache = pair_of(shapes, FLOATS["float16"], "own", rng)
+    k_cache, v_cache = pair_of(FLOAT16.parts(layout, num_blocks, 8, num_kv_heads, 16), "own", rng)
     k, v = random_bits(rng, (2, num_tokens, num_kv_heads, 16), FLOATS["float16"])
     slots = np.arange(num_tokens)[::-1].copy()
     options = {"layout": layout, "kv_dtype": None, "k_scale": None, "v_scale": None}
@@ -264,13 +262,12 @@ def _wide(spec, num_kv_heads):
 def test_slots_past_2_31_elements(layout):
     call, options = small_call(layout)
     num_blocks = 2**31 // call.k_cache[0].size + 3
-    shapes = cache_shapes(layout, num_blocks, 8, 3, 16, 2)
-    k_cache, v_cache = (np.empty(shape, np.float16) for shape in shapes)
+    k_cache, v_cache = (np.empty(*part) for part in FLOAT16.parts(layout, num_blocks, 8, 3, 16))
     slots = np.array([num_blocks * 8 - 1, 3, -1, num_blocks * 8 - 20, num_blocks * 8 - 9, num_blocks * 8 - 16])
     device = SparseDevice()
     blocks.write_kv(device, call._replace(k_cache=k_cache, v_cache=v_cache, slots=slots, spec=_many(call, num_blocks)))
     written = [device.large[name] for name in ("k_cache", "v_cache")]
-    expected = [np.zeros(shape, np.float16) for shape in cache_shapes(layout, 4, 8, 3, 16, 2)]
+    expected = [np.zeros(*part) for part in FLOAT16.parts(layout, 4, 8, 3, 16)]
     near = np.where(slots > 8, slots - (num_blocks - 4) * 8, slots)
     reference.write_kv(call.k, call.v, *expected, near, **options)
     for buffer, wanted in zip(written, expected, strict=True):
