@@ -70,22 +70,7 @@ class KvFormat:
 
     @staticmethod
     def of(dtype: Any, kv_dtype: KvDtype | None) -> KvFormat:
-        """The format of a cache that a caller asks for.
-
-        Parameters
-        ----------
-        dtype : dtype-like
-            float32, float16 or bfloat16, as `float_dtype` takes it.
-        kv_dtype : str or None
-            "fp8_e4m3" or "fp8_e5m2" for caches in 8 bits.
-
-        Raises
-        ------
-        TypeError
-            `dtype` is none of the three.
-        ValueError
-            `kv_dtype` is not the name of a format in 8 bits.
-        """
+        """The format that a caller asks for, checked: that of a dtype, as `float_dtype` takes it, unless in 8 bits."""
         require_kv_dtype(kv_dtype)
         of_floats = float_dtype(dtype).name
         return FORMATS[kv_dtype or of_floats]

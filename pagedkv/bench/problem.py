@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -17,11 +16,6 @@ from ..operations.attention import prefill_attention
 from ..typing import KvDtype
 from .report import Row
 
-DTYPES: dict[str, Any] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
 # The largest error allowed, relative to the largest expected magnitude.
 TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 # Not a multiple of any cell's row: repeating this many values still makes all rows of a cache differ.
@@ -132,7 +126,7 @@ class BenchProblem:
         rng = np.random.default_rng(0)
         self.cell = cell
         self.query_starts = np.cumsum([0, *cell.query_lens], dtype=np.int32)
-        self.q = _normal(rng, (int(self.query_starts[-1]), cell.num_heads, cell.head_dim), DTYPES[cell.dtype])
+        self.q = _normal(rng, (int(self.query_starts[-1]), cell.num_heads, cell.head_dim), FORMATS[cell.dtype].element)
         counts = [-(-length // cell.block_size) for length in cell.seq_lens]
         shape = (2, sum(counts), cell.block_size, cell.num_kv_heads, cell.head_dim)
         kv_format = FORMATS[cell.kv_kind]

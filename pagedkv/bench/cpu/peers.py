@@ -23,7 +23,7 @@ from ... import reference
 from ...cached_property import cached_property
 from ...layouts import FORMATS
 from ..contest import Call, Refused
-from ..problem import DTYPES, BenchProblem
+from ..problem import BenchProblem
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # vLLM's CPU backend requires a multiple of it
@@ -81,7 +81,7 @@ def torch_on(num_threads: int) -> Any:
 
 def as_tensor(torch: Any, array: Any) -> Any:
     """A NumPy array as a tensor in the same memory."""
-    if array.dtype == DTYPES["bfloat16"]:
+    if array.dtype == FORMATS["bfloat16"].element:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 

@@ -34,12 +34,10 @@ class LayerCaches:
         Hkv and D of all layers, or of each.
     groups : LayerGroups
     kv_format : KvFormat
+        What a row is; an attribute, too.
 
     Attributes
     ----------
-    kv_format : KvFormat
-    block_bytes : int
-        Bytes of a block of a group.
     k_caches, v_caches : tuple of array
         Those of each layer, as views.
     stacks : tuple of array
