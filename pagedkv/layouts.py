@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from .cached_property import cached_property
 from .typing import KvDtype, Layout
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -44,7 +45,7 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class KvFormat:
     """What a row of a cache is, the D elements of a token and KV head. FORMATS has the only object of each name.
 
@@ -75,17 +76,17 @@ class KvFormat:
         of_floats = float_dtype(dtype).name
         return FORMATS[kv_dtype or of_floats]
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Whether elements are codes, which are widened to float32, rather than floats that users compute with."""
         return self.stored.itemsize == 1
 
-    @property
+    @cached_property
     def dense(self) -> np.dtype[Any]:
         """The dtype of the rows that `gather_kv` returns."""
         return FLOAT32 if self.coded else self.stored
 
-    @property
+    @cached_property
     def takes(self) -> tuple[np.dtype[Any], ...]:
         """The dtypes of q, and of k and v, beside such a cache."""
         return FLOAT_DTYPES if self.coded else (FLOAT32, self.stored)
