@@ -14,6 +14,7 @@ from .memory.sizing import kv_bytes
 from .operations.attention import decode_attention, merge_states, prefill_attention
 from .operations.bad_entries import raise_if_failed
 from .operations.caches import copy_blocks, gather_kv, swap_blocks, write_kv
+from .operations.plan import AttentionPlan, plan_decode, plan_prefill
 from .operations.rotary import apply_rotary
 from .operations.warmup import warmup
 from .operations.workspaces import release_workspaces, reserve_workspaces, workspace_bytes
@@ -22,6 +23,7 @@ from .scheduling import Scheduler
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionPlan",
     "BackendUnavailableError",
     "BlockPool",
     "CapacityError",
@@ -36,6 +38,8 @@ __all__ = [
     "get_num_threads",
     "kv_bytes",
     "merge_states",
+    "plan_decode",
+    "plan_prefill",
     "prefill_attention",
     "raise_if_failed",
     "release_workspaces",

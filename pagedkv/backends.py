@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from .arithmetic import with_default_float_env
 from .arrays import Array
@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 class Backend(Protocol):
     """Runs each operation on a valid call, and stores its results in arrays that the caller has made."""
 
-    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None: ...
+    def plan(self, call: AttentionCall) -> Any:
+        """Plan a call of decode_attention or prefill_attention, and others like it.
+
+        The plan is of the values of tables and lengths on the host, and of the addresses of those on a GPU.
+        """
+
+    def run(
+        self, plan: Any, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
+    ) -> None:
+        """Run a plan with q and caches like those of its call; `is_given` says that `out` is the caller's own array."""
 
     def write_kv(self, call: WriteCall) -> None: ...
 
@@ -34,7 +43,7 @@ class Backend(Protocol):
 
 
 _OPERATIONS = (
-    *("attention", "merge_states", "apply_rotary"),
+    *("plan", "run", "merge_states", "apply_rotary"),
     *("write_kv", "gather_kv", "copy_blocks", "swap_blocks"),
 )
 _backends: dict[str, Backend] = {}

@@ -34,7 +34,7 @@ from .memory.states import StateSlots
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
-from .operations.prepared import attend
+from .operations.plan import attend
 from .typing import KvDtype, Layout
 from .validation import cache_pair
 from .validation.require import integer
@@ -267,8 +267,9 @@ class PagedKVCache(Sequences):
         self.prefix_cache, self._arrays = prefix_cache, arrays
         self._pins: dict[str, int] = {}
         self._same_as = dict(same_as or {})
-        # Layers with equal ones share launches: their caches have the same shape, strides and scales.
-        self._kinds: Sequence[Hashable] = shape_of if k_scale is None and v_scale is None else range(num_layers)
+        # Layers with equal ones share plans: their caches have the same shape, strides and scales.
+        ours, kinds = object(), range(num_layers) if k_scale is not None or v_scale is not None else shape_of
+        self._kinds: list[Hashable] = [(ours, kind) for kind in kinds]
         self._batches = Batches(self, arrays, grows=max_seq_len is None)
 
     def __repr__(self) -> str:
@@ -618,10 +619,12 @@ class PagedKVCache(Sequences):
     def reset(self) -> None:
         """Make all blocks unfindable and drop all pins, after a change of the model's weights for example.
 
-        Sequences go on, also those that are swapped out, but no block that they have now will ever be found.
+        Sequences go on, also those that are swapped out, but no block that they have now will ever be found, and
+        `attend` refuses earlier batches.
         """
         pins: dict[str, int] = {}
-        self.pool._commit([*self._rows.plan_reset([*self._pins.values()]), (vars(self), "_pins", pins)])
+        writes = self._rows.plan_reset([*self._pins.values()])
+        self.pool._commit([*writes, (vars(self), "_pins", pins), self._batches.plan_expiry()])
 
     @between_graphs
     def slots(self, seq: int, start: int, stop: int) -> Any:
@@ -634,7 +637,8 @@ class PagedKVCache(Sequences):
         On the host they are new arrays. On a device they are views of buffers that stay in place: rows that have
         changed are copied, and the next call overwrites them in stream order. These tables have room for the longest
         length rounded up to a power of two, at least 256 tokens, so that their shape changes as seldom as the plan of
-        an attention call. A cache without max_seq_len moves the buffers when they become too small.
+        an attention call. A cache without max_seq_len moves the buffers when they become too small. `attend` takes no
+        batch but the last one there.
 
         Parameters
         ----------
@@ -706,10 +710,13 @@ class PagedKVCache(Sequences):
         ValueError
             `window` is None or more than the cache keeps for the layer, `q` has not the rows of the batch, the batch is
             of a cache with other groups, or a query sees tokens that have been released.
+        RuntimeError
+            The cache was reset after the batch was made, or, on a device, has made another one.
         """
         k_cache, v_cache, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
+        batch.require_current()
         shape: tuple[int, ...] = getattr(q, "shape", ())
         if len(shape) == 3 and (shape[0] < batch.num_tokens or (batch.is_decode and shape[0] > batch.num_tokens)):
             raise ValueError(
@@ -726,11 +733,9 @@ class PagedKVCache(Sequences):
         if self._rows.windows is not None:
             options = self._with_window(layer, options)
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
-        if self._arrays.on_device:
-            return operation(q, k_cache, v_cache, **where, **stored, **options)
-        caches = self, self._kinds[layer]
+        kind = self._kinds[layer]
         try:
-            return attend(operation, batch.prepared, caches, q, k_cache, v_cache, where, stored, options)
+            return attend(operation, batch.plans, kind, q, k_cache, v_cache, where, stored, options)
         except IndexError:
             if (window := options.get("window")) is not None and self.groups[group].window is not None:
                 batch.require_held(group, window, self.block_size)

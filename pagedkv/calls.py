@@ -131,6 +131,10 @@ class AttentionCall(NamedTuple):
     exact: bool
     checked: bool
 
+    @property
+    def has_rows(self) -> bool:
+        return len(self.q) > 0 and len(self.seq_lens) > 0
+
 
 class Rotation(NamedTuple):
     """How write_kv rotates k: the tables, and the position of each token."""

@@ -1,6 +1,7 @@
 """The public operations on arrays of CuPy and torch; on torch's of the host in the emulator, so that CI runs them."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -197,17 +198,17 @@ def test_no_step_waits_for_the_device_of_torch():
 
 
 @pytest.mark.parametrize("num_warmups", [1, 0])
+@pytest.mark.parametrize("is_planned", [False, True])
 @pytest.mark.parametrize("kernel", ["v1", "v2", "split"])
-def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel, num_warmups):
+def test_a_captured_call_reads_what_is_in_its_buffers(gpu_framework, kernel, is_planned, num_warmups):
     spec = SPLIT_SPECS[0] if kernel == "split" else SPECS[0]
     problem = build(spec)
     args, options = [gpu_framework.send(x) for x in problem.args], sent(gpu_framework, problem.options)
     out = gpu_framework.send(np.zeros(problem.q.shape, problem.q.dtype))
-    replay = capture(
-        gpu_framework,
-        lambda: pagedkv.decode_attention(*args, **options, kernel=kernel, out=out, check=False),
-        num_warmups,
-    )
+    call = partial(pagedkv.decode_attention, *args, **options, kernel=kernel, check=False)
+    if is_planned:
+        call = partial(pagedkv.plan_decode(*args, **options, kernel=kernel, check=False).run, *args[:3])
+    replay = capture(gpu_framework, partial(call, out=out), num_warmups)
     shorter = build(spec)
     shorter.seq_lens[...] = (20, 0, 513)
     expected = pagedkv.decode_attention(*shorter.args, **shorter.options)

@@ -101,6 +101,11 @@ class DeviceArgument(Argument):
         """
         raise TypeError(f"a {type_name(x)} has no quick facts")
 
+    @staticmethod
+    def address(x: Any) -> int:
+        """The address of element 0 of an array of this kind; any exception as from `facts`."""
+        raise TypeError(f"the address of a {type_name(x)} is not quick to read")
+
     @abstractmethod
     def stream(self) -> int:
         """The framework's current stream on the array's device, as a pointer.

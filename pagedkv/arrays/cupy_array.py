@@ -22,6 +22,10 @@ class CupyArray(DeviceArgument):
         address = data.ptr
         return address, (x.shape, x.strides, x.dtype, data.device_id, low_bits(address))
 
+    @staticmethod
+    def address(x: Any) -> int:
+        return int(x.data.ptr)
+
     def stream(self) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(self.array.data.device_id).ptr)
 

@@ -62,9 +62,14 @@ def to_host(x: Any) -> Any:
     return x.get() if _is_cupy(type(x)) else x
 
 
-def device_kind(kind: type) -> type[DeviceArgument]:
-    """The class for device arrays of this type, if they support more than DLPack."""
-    return CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray
+class _DeviceKinds(dict[type, type[DeviceArgument]]):
+    def __missing__(self, kind: type) -> type[DeviceArgument]:
+        self[kind] = CupyArray if _is_cupy(kind) else CudaTensor if _is_torch(kind) else InterfaceArray
+        return self[kind]
+
+
+# The class for device arrays of each type, if they support more than DLPack.
+device_kinds = _DeviceKinds()
 
 
 def current_streams() -> list[int]:

@@ -40,6 +40,10 @@ class InterfaceArray(DeviceArgument):
         key = (interface["shape"], interface.get("strides"), typestr, own, interface.get("mask"), read_only, ordinal)
         return address, (key, low_bits(address))
 
+    @staticmethod
+    def address(x: Any) -> int:
+        return int(x.__cuda_array_interface__["data"][0])
+
     def stream(self) -> int:
         """The stream that the interface names, or the legacy default stream."""
         stream = self.interface.get("stream")

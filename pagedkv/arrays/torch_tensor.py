@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import ml_dtypes
 import numpy as np
 
-from .argument import DeviceArgument, Facts, HostArgument, low_bits
+from .argument import DeviceArgument, Facts, HostArgument
 from .shadow import Array, Metadata, metadata_of
 
 _P = ParamSpec("_P")
@@ -85,13 +85,19 @@ class CudaTensor(DeviceArgument):
 
     @staticmethod
     def facts(x: Any) -> Facts:
-        if not x.is_cuda:
-            raise ValueError("not on a device")
         address = x.data_ptr()
-        return address, (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), low_bits(address))
+        of_vector = address & 15 if address else -1  # low_bits, without a call
+        return address, (x.shape, x.stride(), x.dtype, x.device, x.layout, x.is_neg(), of_vector)
+
+    @staticmethod
+    def address(x: Any) -> int:
+        address: int = x.data_ptr()
+        return address
 
     def stream(self) -> int:
-        return int(sys.modules["torch"].cuda.current_stream(self.array.device).cuda_stream)
+        torch = sys.modules["torch"]
+        stream: int = torch._C._cuda_getCurrentRawStream(self.array.device.index)  # in a tenth of the time of a Stream
+        return stream
 
     def metadata(self, stream: int) -> Metadata:
         name, x = self.name, self.array

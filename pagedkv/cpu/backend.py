@@ -37,19 +37,15 @@ def _load_attention() -> Any:
 
 
 @with_default_float_env
-def attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Run a call of decode_attention or prefill_attention."""
-    _load_attention().run_attention(call, out, lse)
-
-
-@with_default_float_env
-def plan_attention(call: AttentionCall) -> AttentionPlan:
+def plan(call: AttentionCall) -> AttentionPlan:
     """Plan a call of decode_attention or prefill_attention, and others like it."""
-    plan: AttentionPlan = _load_attention().plan_attention(call)
-    return plan
+    made: AttentionPlan = _load_attention().plan_attention(call)
+    return made
 
 
 @with_default_float_env
-def run_plan(plan: AttentionPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array) -> None:
+def run(
+    plan: AttentionPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
+) -> None:
     """Run a plan with q and caches that are like those it was made for."""
-    plan.run(q, k_cache, v_cache, out, lse)
+    plan.run(q, k_cache, v_cache, out, lse, is_given)

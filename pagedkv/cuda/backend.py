@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
-from ..arrays import Array, current_streams
+from ..arrays import Array, address_of, current_streams
 from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
 from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
 from .plans import attention, blocks, merge, prefill, rotary
 from .plans.cache import PlanCache
-from .plans.plan import launches_of
+from .plans.gpu_plan import GpuPlan
+from .plans.plan import Plan, run_plan
+
+
+def plan_on(device: Device, call: AttentionCall) -> Plan:
+    """Plan a call of decode_attention or prefill_attention with at least one row and one sequence.
+
+    Raises
+    ------
+    ValueError
+        The call is too large for a kernel.
+    """
+    return (attention if call.query_starts is None else prefill).plan(device, call)
 
 
 class KernelBackend:
@@ -27,12 +40,16 @@ class KernelBackend:
     def __init__(self, device_of: Callable[[Placement], AbstractContextManager[Device]]) -> None:
         self._device_of = device_of
 
-    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    def plan(self, call: AttentionCall) -> Any:
         with self._device_of(call.placement) as device:
-            if call.query_starts is None:
-                attention.decode_attention(device, call, out, lse)
-            else:
-                prefill.prefill_attention(device, call, out, lse)
+            return call.placement._replace(beside=None), plan_on(device, call)
+
+    def run(
+        self, plan: Any, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
+    ) -> None:
+        placement, made = plan
+        with self._device_of(placement) as device:
+            run_plan(device, made, q, k_cache, v_cache, out, lse)
 
     def write_kv(self, call: WriteCall) -> None:
         if len(call.slots):
@@ -71,18 +88,24 @@ class GpuBackend(KernelBackend):
     Attributes
     ----------
     plans : PlanCache
-        The plans of attention calls that have been launched.
+        The plans of attention calls.
     """
 
     def __init__(self) -> None:
         super().__init__(driver.device_of)
         self.plans = PlanCache()
 
-    def attention(self, call: AttentionCall, out: Array, lse: Array | None) -> None:
+    def plan(self, call: AttentionCall) -> GpuPlan:
         with driver.device_of(call.placement) as device:
-            plan = (attention if call.query_starts is None else prefill).plan(device, call, out)
-            device.launch_all(launches_of(device, plan, call, out, lse))
-        self.plans.add(call, out, plan)
+            made = GpuPlan(plan_on(device, call), call)
+        self.plans.add(call.arguments, made)
+        return made
+
+    def run(
+        self, plan: GpuPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
+    ) -> None:
+        addresses = [*map(address_of, (q, k_cache, v_cache)), *plan.addresses[3:-1], address_of(out)]
+        plan.run(plan.stream, [*addresses, 0 if lse is None else address_of(lse)])
 
     def raise_if_failed(self) -> None:
         """Wait for the GPUs, and raise the first bad entry that a kernel has skipped; see `pagedkv.raise_if_failed`."""

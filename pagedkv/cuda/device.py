@@ -13,8 +13,6 @@ from ..arrays import Array
 if TYPE_CHECKING:
     from ..compiler.compile import CompiledKernel
 
-# The arguments of `Device.launch`.
-Arguments = tuple["CompiledKernel", tuple[int, int, int], Sequence[int | float], int]
 # The most thread blocks of a launch in x, and in each of y and z.
 LARGEST_GRID_X, LARGEST_GRID_Y = 2**31 - 1, 65535
 FIRST_WITH_FP8 = (8, 9)  # the first compute capability with instructions for fp8

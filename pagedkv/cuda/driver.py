@@ -7,9 +7,8 @@ launch configuration and the workspaces.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import starmap
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..compiler.compile import Capability, CompiledKernel
 from ..environment import is_on
 from ..placement import Placement
 from .copies import StreamCopies
-from .device import REPORT, Arguments
+from .device import REPORT
 from .gpu import LEGACY_STREAM, PER_THREAD_STREAM, Gpu, bindings
 
 MOST_PREPARED = 1024
@@ -148,6 +147,8 @@ class CudaDevice:
         Held while a call launches: its launches share workspaces, so those of other threads must not come between.
     num_bytes : int
         Bytes of its workspaces on the GPU, with those that have been outgrown but that a graph may still use.
+    epoch : int
+        Another number whenever a workspace has moved or was freed.
     """
 
     def __init__(self, gpu: Gpu, stream: int, *, for_graphs: bool = False) -> None:
@@ -159,12 +160,13 @@ class CudaDevice:
         self._for_graphs = for_graphs
         self._stream = gpu.core.Stream.from_handle(stream)
         self._launch = gpu.core.launch
+        self._start = gpu.driver.cuLaunchKernelEx
         self._current_context = gpu.driver.cuCtxGetCurrent
         self._context = gpu.context
         self._prepared: dict[tuple[CompiledKernel, tuple[int, int, int], int], tuple[Any, Any]] = {}
         self._workspaces: dict[str, tuple[int, int]] = {}
         self._copies = StreamCopies(gpu, stream)
-        self.num_bytes = 0
+        self.num_bytes = self.epoch = 0
         self.lock = threading.RLock()
 
     def address(self, name: str, array: Array) -> int:
@@ -217,6 +219,7 @@ class CudaDevice:
                 for address, _ in made.values():
                     self._gpu.driver.cuMemFree(address)
                 raise
+            self.epoch += 1
             self._workspaces.update(made)
             self.num_bytes += sum(nbytes for _, nbytes in made.values())
             if not self._for_graphs:
@@ -257,6 +260,7 @@ class CudaDevice:
             if names:
                 # Wait for the whole GPU: the stream may have been destroyed since.
                 self._gpu.call(self._gpu.driver.cuCtxSynchronize)
+            self.epoch += 1
             for name in names:
                 held = self._workspaces.pop(name)  # before it is freed: an interrupt may come right after
                 try:
@@ -280,14 +284,45 @@ class CudaDevice:
             with self._gpu.current():
                 self._launch(self._stream, *prepared, *args)
 
-    def launch_all(self, launches: Sequence[Arguments]) -> None:
-        """Load kernels, then start them in order; no interrupt can come between two of them."""
-        keys = [(kernel, grid, shared_bytes) for kernel, grid, _, shared_bytes in launches]
-        is_ready = all(key in self._prepared for key in keys) and self._current_context()[1] == self._context
-        with nullcontext() if is_ready else self._gpu.relaxed():
-            prepared = [self._prepared.get(key) or self._prepare(*key) for key in keys]
-            ready = [(self._stream, *one, *args) for one, (_, _, args, _) in zip(prepared, launches, strict=True)]
-            deque(starmap(self._launch, ready), maxlen=0)  # a loop of C, in which Python looks for no interrupt
+    def prepare_all(
+        self, launches: Sequence[tuple[CompiledKernel, tuple[int, int, int], int, Any]]
+    ) -> list[tuple[Any, ...]]:
+        """Load kernels, and return their launches for `start`.
+
+        Parameters
+        ----------
+        launches : sequence of (kernel, grid, shared_bytes, parameters)
+            `parameters` is a ctypes array of the addresses of the parameters, which are read at each start.
+        """
+        driver, prepared = self._gpu.driver, []
+        with self._gpu.relaxed():
+            for kernel, grid, shared_bytes, parameters in launches:
+                config = driver.CUlaunchConfig()
+                config.gridDimX, config.gridDimY, config.gridDimZ = grid
+                config.blockDimX, config.blockDimY, config.blockDimZ = kernel.num_threads, 1, 1
+                config.sharedMemBytes, config.hStream = shared_bytes, driver.CUstream(self._handle)
+                handle = int(self._gpu.kernel(kernel, shared_bytes).handle)
+                prepared.append((config, driver.CUfunction(handle), parameters, 0))
+        return prepared
+
+    def start(self, prepared: Sequence[tuple[Any, ...]], is_ready: bool) -> None:
+        """Start kernels in order; no interrupt can come between two of them.
+
+        Parameters
+        ----------
+        prepared : sequence
+            From `prepare_all`.
+        is_ready : bool
+            Whether they were started before: else the driver may load their code only now.
+        """
+        if is_ready and self._current_context()[1] == self._context:
+            results = [*starmap(self._start, prepared)]  # a loop of C, in which Python looks for no interrupt
+        else:
+            with self._gpu.current() if is_ready else self._gpu.relaxed():
+                results = [*starmap(self._start, prepared)]
+        for result in results:
+            if result[0]:
+                self._gpu.values_of(self._start, result)
 
     def _prepare(self, kernel: CompiledKernel, grid: tuple[int, int, int], shared_bytes: int) -> tuple[Any, Any]:
         config = self._gpu.core.LaunchConfig(grid=grid, block=kernel.num_threads, shmem_size=shared_bytes)

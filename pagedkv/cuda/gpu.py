@@ -104,7 +104,11 @@ class Gpu:
         RuntimeError
             Any other error code; if a capture forbids the call, the message says what to do.
         """
-        error, *values = function(*args)
+        return self.values_of(function, function(*args))
+
+    def values_of(self, function: Any, results: tuple[Any, ...]) -> Any:
+        """The results that a driver function has returned, without the error code; raises as `call`."""
+        error, *values = results
         if int(error) != 0:
             codes, message = self.driver.CUresult, f"{function.__name__} failed on GPU {self.ordinal}: {error.name}"
             if error == codes.CUDA_ERROR_OUT_OF_MEMORY:

@@ -12,10 +12,9 @@ from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, 
 from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
 from . import driver
-from .plans.attention import decode_attention
+from .backend import plan_on
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
-from .plans.prefill import prefill_attention
 from .plans.rotary import apply_rotary
 
 
@@ -81,10 +80,9 @@ def compile_ahead(
     names = []
     for capability in capabilities:
         device: Any = _CompilingDevice(capability)
-        for call in decodes:
-            decode_attention(device, call, call.q.copy(), None)
-        for call in prefills:
-            prefill_attention(device, call, call.q.copy(), None)
+        for call in (*decodes, *prefills):
+            for launch in plan_on(device, call).launches:
+                device.launch(launch.kernel, launch.grid, ())
         for written in writes:
             write_kv(device, written)
         dense = np.zeros(writes[0].k.shape, gather.spec.format.dense)

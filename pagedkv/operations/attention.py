@@ -304,8 +304,10 @@ def attend(arguments: AttentionArguments) -> Any:
     if arguments.return_lse:
         remedy = "convert q to one of them to have the LSE"
         lse, lses = call.placement.new_array("lse", call.q.shape[:2], FLOAT32, remedy)
-    if len(call.q) and len(call.seq_lens):
-        backend_of(call.placement).attention(call, result, lses)
+    if call.has_rows:
+        backend = backend_of(call.placement)
+        plan = backend.plan(call)
+        backend.run(plan, call.q, call.k_cache, call.v_cache, result, lses, is_given=call.out is not None)
     return (out, lse) if arguments.return_lse else out
 
 

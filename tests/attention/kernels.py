@@ -9,8 +9,8 @@ import pytest
 
 from pagedkv.calls import AttentionArguments, AttentionCall
 from pagedkv.cuda import driver
-from pagedkv.cuda.plans import attention
-from pagedkv.cuda.plans import prefill as planning
+from pagedkv.cuda.backend import plan_on
+from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.kernels.prefill.config import PART
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
 from pagedkv.validation.attention import attention_call
@@ -79,8 +79,9 @@ class Kernel:
 
     def launch(self, device: Any, call: AttentionCall, out: np.ndarray, lse: np.ndarray | None) -> None:
         """Run a call on a device that is open."""
-        operation = planning.prefill_attention if self.is_prefill else attention.decode_attention
-        operation(with_capability(device, self.capability), call, out, lse)
+        device = with_capability(device, self.capability)
+        plan = plan_on(device, call._replace(out=out))
+        run_plan(device, plan, call.q, call.k_cache, call.v_cache, out, lse)
 
     def attend(
         self, problem: Problem, open_device: Callable[..., Any] | None = emulator, *, device: Any = None

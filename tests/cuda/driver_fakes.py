@@ -82,6 +82,8 @@ class Recorder:
         self.next_address = 1 << 20
         self.memory = {}  # address: bytes, and "new", ("zeroed on", stream), "zero" or "freed"
         self.pinned = []
+        self.kernels = []  # the entries of loaded ones, by their handles
+        self.CUlaunchConfig, self.CUstream, self.CUfunction = SimpleNamespace, int, int
 
     @property
     def context(self):
@@ -239,6 +241,16 @@ class Recorder:
     def cuKernelSetAttribute(self, attribute, value, kernel, device):
         return (self._effect("allow", attribute, value, kernel, device),)
 
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        grid, block = ([getattr(config, f"{of}Dim{axis}") for axis in "XYZ"] for of in ("grid", "block"))
+        prepared = tuple(grid), block[0], config.sharedMemBytes
+        args = tuple(ctypes.c_int64.from_address(x).value for x in parameters)
+        entry = self.kernels[function]
+        code = self._effect("launch", f"stream {config.hStream}", prepared, entry, args, stream=config.hStream)
+        for address in () if code else self.workspaces_of(args):
+            assert self.memory[address][1] == "zero"
+        return (code,)
+
     # cuda.core
     @property
     def Stream(self):
@@ -248,9 +260,13 @@ class Recorder:
     def ObjectCode(self):
         def from_cubin(cubin, *, name):
             assert not self._effect("load", cubin, name, unsafe=True)
-            return SimpleNamespace(get_kernel=lambda entry: SimpleNamespace(handle=f"handle of {entry}", entry=entry))
+            return SimpleNamespace(get_kernel=self._kernel)
 
         return SimpleNamespace(from_cubin=from_cubin)
+
+    def _kernel(self, entry):
+        self.kernels.append(entry)
+        return SimpleNamespace(handle=len(self.kernels) - 1, entry=entry)
 
     def LaunchConfig(self, *, grid, block, shmem_size):
         return (grid, block, shmem_size)

@@ -98,7 +98,7 @@ def test_the_first_launch_loads_and_the_next_one_only_launches(cuda):
     config = ((3, 2, 1), 128, 4096)
     assert cuda.calls == [
         ("load", 1000, b"cubin", "k[]"),
-        ("allow", 1000, "dynamic", 4096, "handle of pagedkv_k", "gpu 0"),
+        ("allow", 1000, "dynamic", 4096, 0, "gpu 0"),
         ("launch", 1000, "stream 5", config, "pagedkv_k", (10, 2.5)),
         ("launch", 1000, "stream 5", config, "pagedkv_k", (11, 3.5)),
     ]

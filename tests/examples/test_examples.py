@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 import pagedkv
 from pagedkv import cache
+from pagedkv.calls import AttentionArguments, AttentionCall
 from pagedkv.cpu import threads
 from pagedkv.extras import pip_install
+from pagedkv.operations import plan
+from pagedkv.validation.attention import attention_call
 
 from ..support.strategies import long
 
@@ -175,8 +178,13 @@ def test_every_operation_runs_where_it_is_asked_to(monkeypatch: pytest.MonkeyPat
         return call
 
     monkeypatch.setattr(pagedkv, "apply_rotary", on_cpu(pagedkv.apply_rotary))
-    for name in ("write_kv", "prefill_attention", "decode_attention"):
-        monkeypatch.setattr(cache, name, on_cpu(getattr(pagedkv, name)))  # as `PagedKVCache` calls them
+    monkeypatch.setattr(cache, "write_kv", on_cpu(pagedkv.write_kv))  # as `PagedKVCache` calls it
+
+    def planned(arguments: AttentionArguments) -> AttentionCall:
+        asked.add((arguments.ragged, arguments.backend))
+        return attention_call(arguments._replace(backend="cpu"))
+
+    monkeypatch.setattr(plan, "attention_call", planned)
     assert finish(engine_for([b"def main("], backend="emulator")) == expected
     assert {backend for _, backend in asked} == {"emulator"}
     assert len(asked) == 4

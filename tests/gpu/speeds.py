@@ -155,26 +155,27 @@ class Speeds:
         (cell,) = cells
         q, launched = self.normal(cell.num_seqs, HEADS, cell.head_dim, like=cell.kind), []
         arrays, options = self.paged(cell)
-        call = partial(pagedkv.decode_attention, q, *arrays, **options, out=torch.empty_like(q))
+        out = torch.empty_like(q)
+        call = partial(pagedkv.decode_attention, q, *arrays, **options, out=out)
+        plan = pagedkv.plan_decode(q, *arrays, **options)
         call()
-        with mock.patch.object(CudaDevice, "launch", lambda *given: launched.append(given)):
+        with mock.patch.object(CudaDevice, "start", lambda *given: launched.append(given)):
             call()
-        # Only a call whose plan is known launches so.
-        results.append(speed="host", subject="launches of a repeated call", number=len(launched))
+        known = sum(is_ready for *_, is_ready in launched)  # a call without a known plan makes one that is not
+        results.append(speed="host", subject="launches of a repeated call", number=known)
         self.report_host("decode_attention", call)
+        self.report_host("run of a plan", partial(plan.run, q, *arrays[:2], out=out))
         dense = [self.normal(cell.num_seqs, KV_HEADS, cell.length, cell.head_dim, like=cell.kind) for _ in "kv"]
         rows = q.reshape(cell.num_seqs, KV_HEADS, -1, cell.head_dim)
         self.report_host("SDPA", partial(scaled_dot_product_attention, rows, *dense))
         self.report_host("neg_ of torch", q.neg_)
         self.report_host("1000 turns of a loop", lambda: [None for _ in range(1000)])
-        for device, *given in launched:  # none in the emulator
-            kernel, grid, args, shared_bytes = given
-            prepared = device._prepared[kernel, grid, shared_bytes]
-            self.report_host("its launch", partial(CudaDevice.launch, device, *given))
-            self.report_host("cuda.core's launch", partial(device._launch, device._stream, *prepared, *args))
+        for device, prepared, is_ready in launched:  # none in the emulator
+            self.report_host("its launch", partial(CudaDevice.start, device, prepared, is_ready))
+            self.report_host("cuLaunchKernelEx", partial(device._start, *prepared[0]))
             self.report_host("cuCtxGetCurrent", device._gpu.driver.cuCtxGetCurrent)
             self.report_host("torch's stream", lambda: torch.cuda.current_stream(q.device).cuda_stream)
-        with mock.patch.object(CudaDevice, "launch"):
+        with mock.patch.object(CudaDevice, "start"):
             self.report_host("all but its launch", call)
 
     def report_host(self, subject: str, call: Callable[[], Any]) -> None:

@@ -104,7 +104,7 @@ def test_a_block_id_that_is_not_there_is_out_of_the_bounds_of_its_cache(bad):
     tables[1, 0] = bad
     call = V1.call(problem)._replace(block_tables=tables)  # as on a device, where nobody looks at the values
     with pytest.raises(MemoryFault, match="out of bounds global load") as caught, EmulatorDevice() as device:
-        launching.decode_attention(device, call, problem.out, None)
+        V1.launch(device, call, problem.out, None)
     fault = caught.value
     assert fault.thread_block[0] // problem.q.shape[1] == 1
     assert "qk = query_key(" in str(fault)

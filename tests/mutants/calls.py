@@ -1,9 +1,11 @@
-"""What calls check and what is kept between them: plans, workspaces, compiled kernels, prepared attention."""
+"""What calls check and what is kept between them: plans, workspaces, compiled kernels."""
 
 from .mutant import Mutant
 
 GRAPHS = "tests/cuda/test_graphs.py::"
-PREPARED = "tests/operations/test_prepared.py::"
+BATCH_PLANS = "tests/operations/test_batch_plans.py::"
+GPU_PLAN = "tests/cuda/plans/test_gpu_plan.py::"
+DEVICE_BATCHES = "tests/cuda/plans/test_batch_plans.py::"
 
 MUTANTS = [
     Mutant(
@@ -55,16 +57,46 @@ MUTANTS = [
         GRAPHS + "test_graphs_of_one_stream_share_workspaces_and_keep_those_that_were_outgrown",
     ),
     Mutant(
-        "prepared attention serves layers with other options",
-        ", *options, *chosen, *map(type, chosen)",
-        "",
-        PREPARED + "test_options_that_alternate",
+        "a plan of a batch serves layers with other options",
+        "settings = *options, *chosen, *map(type, chosen)  #",
+        "settings = ()  #",
+        BATCH_PLANS + "test_options_that_alternate",
     ),
     Mutant(
-        "prepared attention does not notice that tables were written to",
+        "a plan of a batch does not notice that tables were written to",
         "tables = [(x.shape, x.dtype, x.tobytes()) for x in where.values()]",
         "tables = [(x.shape, x.dtype) for x in where.values()]",
-        PREPARED + "test_chunks_of_prompts_are_validated_once_too",
+        BATCH_PLANS + "test_chunks_of_prompts_are_validated_once_too",
+    ),
+    Mutant(
+        "a plan is launched with a workspace that was freed",
+        "bound.epoch == device.epoch",
+        "bound.epoch <= device.epoch",
+        GPU_PLAN + "test_a_workspace_that_has_moved_is_not_launched_with",
+    ),
+    Mutant(
+        "two threads write into the parameters of one plan",
+        "with device.lock:  # of the values, too",
+        "if device.lock:  # of the values, too",
+        GPU_PLAN + "test_two_threads_in_one_plan_do_not_mix_their_addresses",
+    ),
+    Mutant(
+        "a plan writes its output over its input",
+        "if facts != self._out_facts or not plan.overlaps_no_input(addresses):",
+        "if facts != self._out_facts:",
+        GPU_PLAN + "TestLaunches::test_out_is_compared_with_the_inputs_each_time[torch]",
+    ),
+    Mutant(
+        "a plan of a batch reads tables that have moved since",
+        "key = caches_key, facts, *map(read, where.values()), bound,",
+        "key = caches_key, facts, *map(type, where.values()), bound,",
+        DEVICE_BATCHES + "test_tables_that_have_moved_are_found",
+    ),
+    Mutant(
+        "an older batch reads the tables of a newer one",
+        "        self.epoch += 1  # before anything is overwritten\n",
+        "",
+        DEVICE_BATCHES + "test_an_older_batch_is_refused",
     ),
     Mutant(
         "small arrays of the caller are not copied before they are checked",

@@ -26,14 +26,14 @@ MUTANTS = [
     ),
     Mutant(
         "decode: rows without keys keep what was in `out`",
-        "result[self.empty], lse[self.empty] = 0, -np.inf",
-        "lse[self.empty] = -np.inf",
+        "result[self.empty], lses[self.empty] = 0, -np.inf",
+        "lses[self.empty] = -np.inf",
         EMPTY + DECODE,
     ),
     Mutant(
         "decode: the LSE of a row without keys is 0",
-        "result[self.empty], lse[self.empty] = 0, -np.inf",
-        "result[self.empty], lse[self.empty] = 0, 0",
+        "result[self.empty], lses[self.empty] = 0, -np.inf",
+        "result[self.empty], lses[self.empty] = 0, 0",
         EMPTY + DECODE,
     ),
     Mutant(

@@ -20,6 +20,7 @@ class Arrays:
         self.k_cache, self.v_cache = CACHES.clone()
         self.cache = pagedkv.PagedKVCache(1, 8, 16, 2, 64, array_module="torch")
         self.seq = self.cache.add(3).seq
+        self.plan = pagedkv.plan_decode(torch.ones(1, 4, 64), self.k_cache, self.v_cache, TABLES, LENS)
         self.slots, self.batch = self.cache.slots(self.seq, 0, 3), self.cache.batch(self.seq)
 
     def stored(self):
@@ -32,6 +33,10 @@ LAYERS = {
     "prefill_attention": lambda x, q: (
         pagedkv.prefill_attention(q * 2, x.k_cache, x.v_cache, TABLES, LENS, STARTS, return_lse=True)[1] + 1
     ),
+    "plan_decode": lambda x, q: (pagedkv.plan_decode(q * 2, x.k_cache, x.v_cache, TABLES, LENS), q + 1)[1],
+    "plan_prefill": lambda x, q: (pagedkv.plan_prefill(q * 2, x.k_cache, x.v_cache, TABLES, LENS, STARTS), q + 1)[1],
+    "run": lambda x, q: x.plan.run(q * 2, x.k_cache, x.v_cache) + 1,
+    "refresh": lambda x, q: (x.plan.refresh(), q + 1)[1],
     "merge_states": lambda x, q: pagedkv.merge_states([q * 2, q], [q.sum(2), q.mean(2)])[0] + 1,
     "write_kv": lambda x, q: (pagedkv.write_kv(q[:, :2] * 2, q[:, 2:], x.k_cache, x.v_cache, x.slots[:1]), q + 1)[1],
     "gather_kv": lambda x, q: pagedkv.gather_kv(x.k_cache, x.v_cache, TABLES[0], 3)[0] + q.sum(),

@@ -97,7 +97,7 @@ def test_every_parameter_is_described(name):
     if parameters:
         section = doc.split("\nParameters\n----------\n")[1].split("\n\nR")[0]
         named = {
-            word.strip()
+            word.strip(" *")
             for line in section.splitlines()
             if not line.startswith(" ")
             for word in line.partition(" :")[0].split(",")

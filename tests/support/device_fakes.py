@@ -1,6 +1,7 @@
 """Device arrays for machines without a GPU: they say where they are, and there is nothing there."""
 
 import contextlib
+import ctypes
 import itertools
 import threading
 from types import ModuleType, SimpleNamespace
@@ -83,6 +84,7 @@ class RecordingDevice:
     def __init__(self):
         self.launches = []
         self._workspaces = {}
+        self.epoch = 0
         self.lock = threading.RLock()
 
     def address(self, name, array):
@@ -96,9 +98,12 @@ class RecordingDevice:
     def launch(self, kernel, grid, args, shared_bytes=0):
         self.launches.append((kernel, grid, tuple(args), shared_bytes))
 
-    def launch_all(self, launches):
-        for launch in launches:
-            self.launch(*launch)
+    def prepare_all(self, launches):
+        return launches
+
+    def start(self, prepared, is_ready):
+        for kernel, grid, shared_bytes, parameters in prepared:
+            self.launch(kernel, grid, [ctypes.c_int64.from_address(x).value for x in parameters], shared_bytes)
 
 
 @contextlib.contextmanager
@@ -193,5 +198,6 @@ def fake_torch():
     fake.Tensor, fake.empty = Tensor, empty
     for name in ("float32", "float16", "bfloat16"):
         setattr(fake, name, getattr(torch, name))
+    fake._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda index: fake.streams.get(index, 0))
     fake.cuda = SimpleNamespace(current_stream=current_stream, is_initialized=lambda: bool(fake.streams))
     return fake

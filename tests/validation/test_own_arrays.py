@@ -36,8 +36,8 @@ def received(monkeypatch):
 
     def receive(operation, arguments):
         calls = []
-        note = SimpleNamespace(attention=lambda call, *results: calls.append(call))
-        vars(note).update(dict.fromkeys(OPTIONS, note.attention))
+        note = SimpleNamespace(plan=lambda call, *results: calls.append(call), run=lambda *arrays, is_given: None)
+        vars(note).update(dict.fromkeys(OPTIONS, note.plan))
         monkeypatch.setattr(backends, "_backends", {"cpu": note, "emulator": note})
         getattr(pagedkv, operation)(**arguments)
         holders = calls[0], getattr(calls[0], "options", None), getattr(calls[0], "rotation", None)

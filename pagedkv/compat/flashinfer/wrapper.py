@@ -10,7 +10,7 @@ import torch
 from ...arrays import between_graphs, host_view
 from ...memory.arguments import as_int
 from ...operations.attention import decode_attention, prefill_attention
-from ...operations.prepared import attend
+from ...operations.plan import attend
 from ...validation import require
 from ..arguments import as_int32, in_words, number, require_tensors, require_writable
 from ..ragged import behind_padding, require_starts
@@ -88,7 +88,7 @@ class Wrapper:
         self._tables: Any = tables if self.device.type == "cpu" else torch.from_numpy(tables).to(self.device)
         self._lens: Any = lens if self.device.type == "cpu" else torch.from_numpy(lens).to(self.device)
         self._lens_on_host, self._page_size = lens, page_size
-        self._prepared: dict[Any, Any] = {}
+        self._plans: dict[Any, Any] = {}
         self._query_lens: Any = None
 
     def _pad(self) -> None:
@@ -205,14 +205,11 @@ class Wrapper:
             options["sinks"] = sinks
         where = {"block_tables": self._tables, "seq_lens": self._lens, **self._starts}
         operation: Any = prefill_attention if self._starts else decode_attention
-        result, logs = None, None
-        if out is None and not return_lse:
-            key = tuple((x.shape, x.stride(), x.dtype) for x in caches)
-            k_cache, v_cache = (host_view(x) for x in caches)
-            result = attend(operation, self._prepared, key, q, k_cache, v_cache, where, stored, options)
-        else:
-            result = operation(q, *caches, **where, **stored, **options, out=out, return_lse=return_lse)
-            result, logs = result if return_lse else (result, None)
+        options |= {"out": out, "return_lse": return_lse}
+        key = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in caches)
+        k_cache, v_cache = (host_view(x) for x in caches)
+        result = attend(operation, self._plans, key, q, k_cache, v_cache, where, stored, options)
+        result, logs = result if return_lse else (result, None)
         if v_scale != 1.0:
             result.detach().mul_(v_scale)
         if not return_lse:

@@ -1,4 +1,4 @@
-"""Attention on the CPU: a call is planned once, and its plan runs for every layer whose q and caches are alike."""
+"""Attention on the CPU: a call is planned once, and its plan runs with any q and caches that are alike."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ class AttentionPlan(NamedTuple):
     num_rows: int  # rows of q that are not padding
     empty: Array | None  # (num_rows,) which rows are of sequences without tokens, if any is
 
-    def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
-        """Fill the first num_rows rows of `result` (num_rows, num_heads, head_dim) and `lse` (num_rows, num_heads)."""
+    def run(self, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, is_given: bool) -> None:
+        """Fill the first num_rows rows of `out` and, if there is one, of `lse`.
+
+        If the caller has given `out`, kernels write to another array: after an interrupt it is as before or complete.
+        """
+        rows = out[: self.num_rows]
+        result = np.empty(rows.shape, rows.dtype) if is_given else rows
+        lses = np.empty(rows.shape[:2], np.float32) if lse is None else lse[: self.num_rows]
         if self.empty is not None:  # no launch writes these
-            result[self.empty], lse[self.empty] = 0, -np.inf
+            result[self.empty], lses[self.empty] = 0, -np.inf
         for launch in self.launches:
-            launch.run(q, k_cache, v_cache, result, lse)
+            launch.run(q, k_cache, v_cache, result, lses)
+        if is_given:
+            commit([(bits(rows), ..., bits(result))])
 
 
 def plan_attention(call: AttentionCall) -> AttentionPlan:
@@ -34,17 +42,3 @@ def plan_attention(call: AttentionCall) -> AttentionPlan:
         return AttentionPlan(plan_prefill(call), int(call.query_starts[-1]), None)
     empty = call.seq_lens == 0
     return AttentionPlan([plan_decode(call)], len(call.q), empty if empty.any() else None)
-
-
-def run_attention(call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Fill the rows of `out` and, if there is one, of `lse`.
-
-    If the caller has given `out`, kernels write to another array: after an interrupt `out` is as before or complete.
-    """
-    plan = plan_attention(call)
-    rows = out[: plan.num_rows]
-    result = rows if call.out is None else np.empty(rows.shape, rows.dtype)
-    lses = np.empty(rows.shape[:2], np.float32) if lse is None else lse[: plan.num_rows]
-    plan.run(call.q, call.k_cache, call.v_cache, result, lses)
-    if call.out is not None:
-        commit([(bits(rows), ..., bits(result))])

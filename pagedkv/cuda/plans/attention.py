@@ -1,6 +1,6 @@
 """Planning of decode attention: which kernel, compiled for what, launched how.
 
-Nothing here reads an array, so that a repeated call can look its plan up.
+Nothing here reads an array, so that a plan serves all calls like its own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 
 import numpy as np
 
-from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...kernels.paged.attention import make_v1, make_v2, shared_bytes, static_shared_bytes
@@ -19,56 +18,41 @@ from ...layouts import VECTOR_BYTES
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
 from . import split
 from .check import lens_of, with_check, workspaces_of_check
-from .plan import FLOAT_BYTES, NO_WINDOW, Launch, Plan, Workspaces, compile_for, max_seq_len_of, run_plan
+from .plan import (
+    FLOAT_BYTES,
+    NO_WINDOW,
+    Launch,
+    Plan,
+    Workspaces,
+    arrays_of,
+    compile_for,
+    max_seq_len_of,
+    out_strides,
+)
 
 LONGEST_V1 = 8192  # tokens, by vLLM's rule
 MANY_ROWS = 512  # query heads of the batch; by that rule, more of them are enough work for v1
 
 
-def decode_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
-    """Run a call with at least one sequence on a device, and store its results in `out` and `lse`.
-
-    Parameters
-    ----------
-    device : Device
-    call : AttentionCall
-        A call of decode_attention.
-    out : (num_seqs, num_heads, head_dim) array of q's dtype
-    lse : (num_seqs, num_heads) float32 array, C-contiguous, or None
-
-    Returns
-    -------
-    Plan
-        The plan that has been launched.
+def plan(device: Device, call: AttentionCall) -> Plan:
+    """Plan a call with at least one sequence, and compile kernels that are new.
 
     Raises
     ------
     ValueError
-        Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory.
-    """
-    planned = plan(device, call, out)
-    run_plan(device, planned, call, out, lse)
-    return planned
-
-
-def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """Plan a call from its shapes, strides, dtypes and options alone, and compile kernels that are new.
-
-    Raises
-    ------
-    ValueError
-        As `decode_attention` and `workspaces`.
+        Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory; or as
+        `workspaces`.
     """
     if call.spec.layout != "vllm":
-        return split.plan(device, call, out)
+        return split.plan(device, call)
     needed = workspaces(call, capability=device.capability)
     config = attention_config(call, capability=device.capability)
     max_seq_len = max_seq_len_of(call)
     if choose(call.kernel, max_seq_len, call.q.shape[0] * call.q.shape[1]) == "v1":
-        launches: tuple[Launch, ...] = (_v1(device, call, out, config, max_seq_len),)
+        launches: tuple[Launch, ...] = (_v1(device, call, config, max_seq_len),)
     else:
-        launches = _v2(device, call, out, config, max_seq_len)
-    return Plan(with_check(device, call, *launches), needed)
+        launches = _v2(device, call, config, max_seq_len)
+    return Plan(with_check(device, call, *launches), needed, arrays_of(call))
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
@@ -119,7 +103,7 @@ def num_partitions(max_seq_len: int, window: int) -> int:
     return max(1, min(-(-max_seq_len // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
 
 
-def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig, max_seq_len: int) -> Launch:
+def _v1(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_len: int) -> Launch:
     chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
     num_tokens = min(max_seq_len, ((window + chunk - 2) // chunk + 1) * chunk)
     dynamic = shared_bytes(config, num_tokens)
@@ -134,14 +118,12 @@ def _v1(device: Device, call: AttentionCall, out: Array, config: AttentionConfig
         compile_for(device, make_v1, config),
         (num_rows, 1, 1),
         ("out", "lse", "", "", *_inputs(call)),
-        _scalars(call, max_seq_len, out.strides[:2]),
+        _scalars(call, max_seq_len, out_strides(call)),
         dynamic,
     )
 
 
-def _v2(
-    device: Device, call: AttentionCall, out: Array, config: AttentionConfig, max_seq_len: int
-) -> tuple[Launch, ...]:
+def _v2(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_len: int) -> tuple[Launch, ...]:
     num_seqs, num_heads, head_dim = call.q.shape
     num_rows, of_partitions = num_seqs * num_heads, _grid_of_partitions(call, max_seq_len)
     most = math.prod(of_partitions)
@@ -157,7 +139,7 @@ def _v2(
         compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
         (num_rows, 1, 1),
         ("out", "lse", "tmp_out", "exp_sums", "max_logits", lens_of(call), "sinks"),
-        (num_heads, max_seq_len, _window(call), most, *out.strides[:2]),
+        (num_heads, max_seq_len, _window(call), most, *out_strides(call)),
     )
     return partitions, reduction
 

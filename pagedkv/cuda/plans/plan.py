@@ -1,9 +1,9 @@
-"""What a call launches, which follows from shapes, strides, dtypes and options alone; a call adds its addresses."""
+"""What a call launches, which follows from shapes, strides, dtypes and options alone; a run adds its addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...arrays import Array
     from ...calls import AttentionCall
     from ...kernels.device.source import KernelSource
-    from ..device import Arguments, Device
+    from ..device import Device
 
 Workspaces = tuple[tuple[str, int], ...]
 
@@ -85,38 +85,49 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The launches of a call, in order, and the workspaces that they share as (name, bytes)."""
+    """The launches of a call, in order, and what they share.
+
+    Attributes
+    ----------
+    launches : tuple of Launch
+    workspaces : tuple of (str, int)
+        Names and bytes.
+    arrays : dict of str to array
+        Tables, lengths and arrays of options by name: all but what each run brings.
+    """
 
     launches: tuple[Launch, ...]
     workspaces: Workspaces
+    arrays: dict[str, Array] = field(compare=False)
 
 
-def arrays_of(call: AttentionCall) -> dict[str, Any]:
-    """The arguments of a call that may be arrays, by name."""
+def arrays_of(call: AttentionCall) -> dict[str, Array]:
+    """The arrays of a call by name, without q, caches and results."""
     options = call.options
-    return {
-        **{"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache},
+    given = {
         **{"block_tables": call.block_tables, "seq_lens": call.seq_lens, "query_starts": call.query_starts},
         **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
         **{"leftpad": options.leftpad, "mask": options.mask},
         **{"k_scale": call.k_scale, "v_scale": call.v_scale},
     }
+    return {name: x for name, x in given.items() if isinstance(x, np.ndarray)}
 
 
-def run_plan(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> None:
-    """Launch a plan with the addresses of a call's arrays."""
-    for launch in launches_of(device, plan, call, out, lse):
-        device.launch(*launch)
+def out_strides(call: AttentionCall) -> tuple[int, int]:
+    """Bytes between rows and between heads of the result, which is C-contiguous unless the caller gives it."""
+    if call.out is not None:
+        of_row, of_head, _ = call.out.strides
+        return of_row, of_head
+    _, num_heads, head_dim = call.q.shape
+    return num_heads * head_dim * call.q.itemsize, head_dim * call.q.itemsize
 
 
-def launches_of(device: Device, plan: Plan, call: AttentionCall, out: Array, lse: Array | None) -> list[Arguments]:
-    """The arguments of `Device.launch` for each launch of a plan, with the addresses of a call."""
-    arrays = {"out": out, "lse": lse, **arrays_of(call)}
-    addresses = {name: device.address(name, x) for name, x in arrays.items() if isinstance(x, np.ndarray)}
-    for name, nbytes in plan.workspaces:
-        addresses[name] = device.scratch(name, nbytes)
-    launches: list[Arguments] = []
+def run_plan(
+    device: Device, plan: Plan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None
+) -> None:
+    """Launch a plan with q, caches and results like those that it was made for."""
+    arrays = {"out": out, "lse": lse, "q": q, "k_cache": k_cache, "v_cache": v_cache, **plan.arrays}
+    addresses = {name: device.address(name, x) for name, x in arrays.items() if x is not None}
+    addresses |= {name: device.scratch(name, nbytes) for name, nbytes in plan.workspaces}
     for x in plan.launches:
-        pointers = [addresses.get(name, 0) for name in x.pointers]
-        launches.append((x.kernel, x.grid, [*pointers, *x.scalars], x.shared_bytes))
-    return launches
+        device.launch(x.kernel, x.grid, [*(addresses.get(name, 0) for name in x.pointers), *x.scalars], x.shared_bytes)

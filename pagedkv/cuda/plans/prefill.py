@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
@@ -42,52 +41,33 @@ from .plan import (
     Launch,
     Plan,
     Workspaces,
+    arrays_of,
     bits_of,
     cache_strides,
     compile_for,
     is_modified,
     is_wide,
     max_seq_len_of,
-    run_plan,
+    out_strides,
 )
 
 _STATES = ("prefill_sums", "prefill_states")
 
 
-def prefill_attention(device: Device, call: AttentionCall, out: Array, lse: Array | None) -> Plan:
-    """Run a call with at least one row and one sequence on a device, and store its results in `out` and `lse`.
+def plan(device: Device, call: AttentionCall) -> Plan:
+    """Plan a call with at least one row and one sequence, and compile kernels that are new.
 
-    Parameters
-    ----------
-    device : Device
-    call : AttentionCall
-        A call of prefill_attention.
-    out : (num_tokens, num_heads, head_dim) array of q's dtype
-        Rows that belong to no sequence stay as they are.
-    lse : (num_tokens, num_heads) float32 array, C-contiguous, or None
-
-    Returns
-    -------
-    Plan
-        The plan that has been launched.
-    """
-    planned = plan(device, call, out)
-    run_plan(device, planned, call, out, lse)
-    return planned
-
-
-def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """Plan a call from its shapes, strides, dtypes and options alone, and compile kernels that are new.
+    Rows that belong to no sequence stay as they are.
 
     Raises
     ------
     ValueError
         As `workspaces`.
     """
-    kernels = _kernels(call, out, device.capability)
+    kernels = _kernels(call, device.capability)
     needed = _workspaces(call, kernels, device.capability)  # before anything is compiled
     launches = [_launch(device, call, kernel) for kernel in kernels]
-    return Plan(with_check(device, call, *launches), needed)
+    return Plan(with_check(device, call, *launches), needed, arrays_of(call))
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
@@ -98,7 +78,7 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
     ValueError
         More rows, or thread blocks, than a grid has.
     """
-    return _workspaces(call, _kernels(call, call.q, capability), capability)  # with any out
+    return _workspaces(call, _kernels(call, capability), capability)
 
 
 def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capability) -> Workspaces:
@@ -150,15 +130,15 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     return Launch(compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
 
 
-def _kernels(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
+def _kernels(call: AttentionCall, capability: Capability) -> list[_Kernel]:
     if suits_tensor_cores(call):
-        return _on_tensor_cores(call, out, capability)
-    return [_on_cuda_cores(call, out, capability)]
+        return _on_tensor_cores(call, capability)
+    return [_on_cuda_cores(call, capability)]
 
 
-def _on_tensor_cores(call: AttentionCall, out: Array, capability: Capability) -> list[_Kernel]:
+def _on_tensor_cores(call: AttentionCall, capability: Capability) -> list[_Kernel]:
     config = tensor_config(call, capability=capability)
-    strides = (*_strides(call, out), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
+    strides = (*_strides(call), *cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache))
     few_rows, on_warpgroups = FEW_ROWS if splits_keys(call, config) else 0, uses_wgmma(config, capability)
     # Warpgroups give other bits to few keys, and bits must not depend on the rest of the batch: so a call of few rows
     # alone costs one launch more there, whose thread blocks find nothing to do if all sequences are long.
@@ -195,7 +175,7 @@ def _rows_of(call: AttentionCall) -> tuple[int, int]:
     return call.q.shape[0] * group_size_of(call), len(call.seq_lens) * FEW_ROWS
 
 
-def _on_cuda_cores(call: AttentionCall, out: Array, capability: Capability) -> _Kernel:
+def _on_cuda_cores(call: AttentionCall, capability: Capability) -> _Kernel:
     config = cores_config(call, capability=capability)
     caches = (call.k_cache, call.v_cache)
     if call.spec.layout == "vllm":
@@ -204,7 +184,7 @@ def _on_cuda_cores(call: AttentionCall, out: Array, capability: Capability) -> _
         of_caches = [(*cache_strides(call, x), 0) for x in caches]
     slopes, mask = call.options.alibi_slopes, call.options.mask
     scalars = (
-        *(call.spec.block_size, *_strides(call, out), *of_caches[0], *of_caches[1]),
+        *(call.spec.block_size, *_strides(call), *of_caches[0], *of_caches[1]),
         0 if slopes is None or slopes.ndim == 1 else slopes.strides[0] // FLOAT_BYTES,
         *(0 if mask is None else mask.size, 0 if mask is None or mask.dtype == np.bool_ else 3),
     )
@@ -218,8 +198,8 @@ def _grid(call: AttentionCall, rows: int) -> tuple[int, int, int]:
     return tiles * call.spec.num_kv_heads, 1, 1
 
 
-def _strides(call: AttentionCall, out: Array) -> tuple[int, ...]:
-    return (call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2])
+def _strides(call: AttentionCall) -> tuple[int, ...]:
+    return (call.block_tables.strides[0], *call.q.strides[:2], *out_strides(call))
 
 
 def tensor_config(call: AttentionCall, *, capability: Capability) -> TensorConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...arrays import Array
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...kernels.split.config import SplitConfig
@@ -21,25 +20,19 @@ from .plan import (
     Launch,
     Plan,
     Workspaces,
+    arrays_of,
     bits_of,
     cache_strides,
     compile_for,
     is_modified,
     is_wide,
     max_seq_len_of,
+    out_strides,
 )
 
 
-def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
-    """Plan a call from its shapes, strides, dtypes and options alone, and compile the kernel if it is a new one.
-
-    Parameters
-    ----------
-    device : Device
-    call : AttentionCall
-        A call of decode_attention, in layout NHD or HND, with at least one sequence.
-    out : (num_seqs, num_heads, head_dim) array
-        Only its strides matter.
+def plan(device: Device, call: AttentionCall) -> Plan:
+    """Plan a call in layout NHD or HND with at least one sequence, and compile the kernel if it is a new one.
 
     Raises
     ------
@@ -60,14 +53,14 @@ def plan(device: Device, call: AttentionCall, out: Array) -> Plan:
         (
             *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits),
             options.window or NO_WINDOW,
-            *(call.block_tables.strides[0], *call.q.strides[:2], *out.strides[:2]),
+            *(call.block_tables.strides[0], *call.q.strides[:2], *out_strides(call)),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
             *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
             *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
         ),
         dynamic_bytes(config),
     )
-    return Plan(with_check(device, call, launch), needed)
+    return Plan(with_check(device, call, launch), needed, arrays_of(call))
 
 
 def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pagedkv.calls import AttentionArguments
 from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.kernels.paged.config import PARTITION_SIZE
 from pagedkv.validation.attention import attention_call
 
@@ -37,8 +38,8 @@ def call_of(kernel="auto", num_seqs=2, num_heads=4, max_blocks=4, block_size=16,
 
 
 def plan_of(kernel="auto", **sizes):
-    call, out = call_of(kernel, **sizes)
-    return attention.plan(RecordingDevice(), call, out)
+    call, _ = call_of(kernel, **sizes)
+    return attention.plan(RecordingDevice(), call)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
 
     call, out = call_of("v1", scale=0.5, softcap=30.0)
     device = Recorder()
-    attention.decode_attention(device, call, out, None)
+    run_plan(device, attention.plan(device, call), call.q, call.k_cache, call.v_cache, out, None)
     assert sorted(device.names) == ["block_tables", "k_cache", "out", "q", "seq_lens", "v_cache"]
     (args,) = device.args
     assert [x == 0 for x in args[:13]] == [False, *[True] * 3, *[False] * 5, *[True] * 4]

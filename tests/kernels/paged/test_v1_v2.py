@@ -73,7 +73,7 @@ def test_rows_of_many_sequences_are_in_x_of_the_grid(kernel):
     problem = kernel.build(seq_lens=(5,), num_kv_heads=1, group_size=3)
     call = kernel.call(problem)
     many = call._replace(q=np.broadcast_to(call.q, (65_540, *call.q.shape[1:])))
-    for launch in attention.plan(RecordingDevice(), many, many.q).launches:
+    for launch in attention.plan(RecordingDevice(), many).launches:
         assert launch.grid == (65_540 * 3, 1, 1)
 
 

@@ -36,7 +36,7 @@ def launched(problem, capability=CAPABILITY, **changes):
     """The kernels that a call launches, and in which grids."""
     device = SimpleNamespace(capability=capability, lineinfo=False)
     call = FEW_ROWS.call(problem)._replace(**changes)
-    plan = planning.plan(device, call, problem.out)
+    plan = planning.plan(device, call)
     return {launch.kernel.entry.removeprefix("pagedkv_"): launch.grid for launch in plan.launches}
 
 
@@ -86,7 +86,7 @@ def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
         pagedkv.warmup(8, 2, head_dim, 16, "float16", prefill=True, capabilities=[CAPABILITY])
         assert [call.options.softcap for call in given] == [None, 1.0]
         for call in given:
-            launches = planning.plan(device, call, call.q).launches
+            launches = planning.plan(device, call).launches
             assert [launch.kernel.entry for launch in launches] == [many_rows, "prefill_split", "prefill_merge"]
 
 
@@ -204,7 +204,7 @@ def test_each_sequence_is_for_one_kernel():
 def test_few_tokens_of_short_and_empty_sequences_take_the_split_kernel_alone(open_device):
     problem = FEW_ROWS.build(seq_lens=(600, 3, 0, 40), query_lens=(3, 3, 0, 1), num_kv_heads=1)
     call = FEW_ROWS.call(problem)
-    assert len(planning.plan(SimpleNamespace(capability=CAPABILITY, lineinfo=False), call, problem.out).launches) == 2
+    assert len(planning.plan(SimpleNamespace(capability=CAPABILITY, lineinfo=False), call).launches) == 2
     out, lse = FEW_ROWS.attend(problem, open_device)
     assert_close(problem, out, lse)
     got, got_lse = new_results(problem)

@@ -145,7 +145,7 @@ def test_a_sequence_alone_makes_a_full_grid_before_its_splits_grow(num_kv_heads)
 def plan_of(kernel, **fields):
     problem = kernel.build(**fields)
     call = kernel.call(problem)
-    return split.plan(RecordingDevice(), call, problem.out), call
+    return split.plan(RecordingDevice(), call), call
 
 
 @without_code()
@@ -173,7 +173,7 @@ def test_a_bound_leaves_few_thread_blocks_without_work():
     )
     grids = {}
     for bound in (512, 131_072):
-        plan = split.plan(RecordingDevice(), call._replace(max_seq_len=bound), call.q)
+        plan = split.plan(RecordingDevice(), call._replace(max_seq_len=bound))
         (launch,) = plan.launches
         num_columns, grids[bound], _ = launch.grid
         assert num_columns == 128 * 8
@@ -207,4 +207,4 @@ def test_more_thread_blocks_than_a_grid_has():
     call = SPLIT.call(SPLIT.build(seq_lens=(5,)))
     many = call._replace(q=np.broadcast_to(call.q, (2**30, *call.q.shape[1:])))
     with pytest.raises(ValueError, match=r"must be below 2\*\*31 on a device, got 2147483648"):
-        split.plan(RecordingDevice(), many, many.q)
+        split.plan(RecordingDevice(), many)

@@ -1,4 +1,4 @@
-"""Prepared attention: the first layer validates and plans for all layers, and different calls are validated again."""
+"""Plans of a batch: the first layer validates and plans for all layers, and different calls are validated again."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import torch
 
 import pagedkv
 from pagedkv import PagedKVCache
-from pagedkv.operations import prepared
+from pagedkv.operations import plan as planning
 
 from ..memory.manager import refused
 
@@ -70,8 +70,8 @@ class Steps:
 @pytest.fixture
 def validated(monkeypatch):
     """The calls that have been validated and planned for others."""
-    calls, whole = [], prepared.attention_call
-    monkeypatch.setattr(prepared, "attention_call", lambda arguments: [calls.append(arguments), whole(arguments)][1])
+    calls, whole = [], planning.attention_call
+    monkeypatch.setattr(planning, "attention_call", lambda arguments: [calls.append(arguments), whole(arguments)][1])
     return calls
 
 
@@ -250,7 +250,28 @@ def test_a_call_is_planned_by_the_tables_that_it_is_known_by():
             batch.seq_lens[...] = 1
             return super().get(key)
 
-    again = dataclasses.replace(batch, prepared=Rewritten())
+    again = dataclasses.replace(batch, plans=Rewritten())
     for _ in range(2):
         batch.seq_lens[...] = lens
         np.testing.assert_array_equal(steps.cache.attend(0, q, again), expected)
+
+
+def test_a_batch_of_before_a_reset_is_refused():
+    steps = Steps()
+    batch = steps.step()
+    steps.cache.reset()
+    with refused(steps.cache, RuntimeError, r"^batch must be made after the last reset of its cache"):
+        steps.cache.attend(0, steps.new(3, 4), batch)
+    steps.attend(0, steps.cache.batch(steps.seqs))
+
+
+def test_a_layer_has_its_own_output_and_lse():
+    steps = Steps()
+    batch, q = steps.step(), steps.new(len(LENS), 4)
+    out, expected = np.zeros_like(q), steps.cache.attend(0, q, batch)
+    got, lse = steps.cache.attend(0, q, batch, out=out, return_lse=True)
+    assert got is out
+    assert (out == expected).all()
+    assert lse.shape == (len(LENS), 4)
+    with refused(steps.cache, ValueError, r"^out must not overlap q$"):
+        steps.cache.attend(0, q, batch, out=q)
