@@ -37,7 +37,9 @@ def test_used_bytes_are_those_of_kv_bytes(tmp_path, num_tokens):
     shape = {"num_hidden_layers": 12, "num_attention_heads": 2, "hidden_size": 16, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(shape | {"layer_types": kinds * 2, "sliding_window": 24}))
     options = dict.fromkeys(("num_layers", "num_kv_heads", "head_dim", "dtype", "kv_dtype", "memory", "group_size"))
-    rows = model.run(config=str(tmp_path), num_tokens=[num_tokens], block_size=P, progress=None, **options)
+    rows = model.run(
+        config=str(tmp_path), num_tokens=[num_tokens], block_size=P, weights=False, progress=None, **options
+    )
     cache = PagedKVCache(12, 600, P, 2, 8, windows=([24] * 5 + [None]) * 2)
     seqs = [cache.add(n).seq for n in (3, num_tokens - 2)]
     cache.append(seqs[0], num_tokens - 3)
