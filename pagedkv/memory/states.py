@@ -169,13 +169,13 @@ class StateSlots:
         """Cut each row down to `lens` tokens.
 
         Where its state stands for more or is lost, it goes back to the snapshot of these tokens that its block at the
-        new end, `ends`, names.
+        new end, `ends`, names; a lost one stays lost if there is none, as where an append is undone.
         """
         slots, stands_for = self.of_row[rows], self.lens_of(rows)
         back = (stands_for > lens) | (stands_for == _BEING_WRITTEN)
         if np.count_nonzero(back):
             found = self.at(ends[back])
-            slots[back] = np.where(self.lens[found] == lens[back], found, NO_SLOT)  # the block may have more tokens
+            slots[back] = np.where(self.lens[found] == lens[back], found, slots[back])  # the block may have more tokens
         slots[lens == 0] = NO_SLOT
         return [(self.of_row, rows, slots)]
 

@@ -153,9 +153,15 @@ def test_an_interrupted_write_shows(monkeypatch, num_states):
     texts.compute((seq, [5, 6, 7]))
 
 
-def test_a_lost_state_is_not_that_of_a_longer_text(monkeypatch):
-    """Another sequence has completed the block in which the one with the lost state ends."""
-    texts = Texts(make_cache())
+def test_a_lost_state_stays_lost(monkeypatch):
+    """Another sequence has completed the block in which it ends, and an append is undone."""
+    raises = False
+
+    def listen(event):
+        assert not raises
+
+    texts = Texts(make_cache(num_blocks=4, events=listen))
+    texts.free(texts.prompt([9, 9, 9, 9])[0])
     seq, _ = texts.prompt([1, 2, 3, 4])
     texts.cache.append([seq], tokens=[5, 6, 7, 8], n=4)
     [other] = texts.cache.fork(seq)
@@ -168,6 +174,11 @@ def test_a_lost_state_is_not_that_of_a_longer_text(monkeypatch):
             texts.cache.write_states([other], advanced(texts.cache.read_states([other]), [[5, 6]]))
     with refused(texts.cache, ValueError, f"sequence {other} has a state, got 6: it has one for 0$"):
         texts.cache.truncate(other, 6)
+    raises = True
+    with pytest.raises(AssertionError):
+        texts.cache.append([other], tokens=[7, 8, 9], n=3)  # evicts a block
+    raises = False
+    assert texts.cache.seq_lens([seq, other]).tolist() == [8, 6]
     assert texts.cache.state_lens([seq, other]).tolist() == [8, -1]
     texts.cache.truncate(other, 0)
     texts.cache.check()

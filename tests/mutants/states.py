@@ -129,10 +129,10 @@ MUTANTS = [
         CASES + "test_going_back",
     ),
     Mutant(
-        "states: a lost state goes back to that of a longer text",
-        "np.where(self.lens[found] == lens[back], found, NO_SLOT)",
+        "states: a lost state is none after an append that is undone",
+        "np.where(self.lens[found] == lens[back], found, slots[back])",
         "found",
-        SLOTS + "test_a_lost_state_is_not_that_of_a_longer_text",
+        SLOTS + "test_a_lost_state_stays_lost",
     ),
     Mutant(
         "states: a commit takes a state that stands for fewer tokens",

@@ -171,7 +171,7 @@ MUTANTS = [
         "prefixes: a state that ends in the middle of a wire block comes without the tokens in it",
         "if num_tokens % size and not self.give(",
         "if not num_tokens and not self.give(",
-        STATES + "test_another_cache_goes_on_from_a_stored_state[22]",
+        STATES + "test_another_cache_goes_on_from_a_stored_state[22-whole]",
     ),
     Mutant(
         "prefixes: a key does not name the shapes and dtypes of states",
