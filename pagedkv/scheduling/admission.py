@@ -64,11 +64,14 @@ class Admission:
     def require_fit(self, num_tokens: int, max_tokens: int) -> None:
         """Raise ValueError unless the cache has room for so many tokens and the text that they get."""
         if num_tokens + max_tokens - 1 > self.max_request_len:
-            smaller_steps_help = self._cache.layer_groups.has_windows and self._longest < self._cache.max_seq_len
-            remedy = f", or max_num_batched_tokens = {self.budget} smaller" if smaller_steps_help else ""
+            remedy = "make the cache larger"
+            if self._longest >= self._cache.max_seq_len + self._cache.block_size:
+                remedy = "raise the cache's max_seq_len, as far as the model goes"
+            elif self._cache.layer_groups.has_windows and self._longest < self._cache.max_seq_len:
+                remedy += f", or max_num_batched_tokens = {self.budget} smaller"
             raise ValueError(
                 f"a request can have {self.max_request_len} tokens in this cache, got {num_tokens} and "
-                f"max_tokens={max_tokens}: lower max_tokens, shorten the prompt, or make the cache larger{remedy}"
+                f"max_tokens={max_tokens}: lower max_tokens, shorten the prompt, or {remedy}"
             )
 
     def counts(self) -> Int64Array:
