@@ -201,7 +201,7 @@ class Server:
                 if wanted.options["seed"] is not None:
                     options = options | {"seed": wanted.options["seed"] + choice}
                 writer = self._writer(wanted, prompt, tokens)
-                scores = self._scores(wanted, tokens)
+                scores = self._scores(wanted, prompt, tokens)
                 jobs.append(Job(tokens, max_tokens, options, writer, scores, len(jobs), choice == 0, queue))
         return jobs
 
@@ -213,11 +213,12 @@ class Server:
             echo = "".join(map(decoder.push, tokens))  # the text goes on from there, perhaps within a character
         return Writer(decoder, wanted.stop, wanted.options["min_tokens"], echo)
 
-    def _scores(self, wanted: Wanted, tokens: list[int]) -> Scores | None:
+    def _scores(self, wanted: Wanted, prompt: Prompt, tokens: list[int]) -> Scores | None:
         if wanted.logprobs is None and wanted.prompt_logprobs is None:
             return None
         echoed = tokens if wanted.echo else []
-        return Scores(self._token_text, self.text.decoder(), echoed, wanted.logprobs, wanted.prompt_logprobs)
+        echo = prompt.content if wanted.echo and isinstance(prompt.content, str) else ""
+        return Scores(self._token_text, self.text.decoder(), echoed, wanted.logprobs, wanted.prompt_logprobs, echo)
 
     def _encode(self, prompt: Prompt) -> tuple[list[int], list[int]]:
         """The tokens of a prompt, and the lengths from which a later one may go on."""

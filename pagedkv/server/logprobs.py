@@ -51,6 +51,8 @@ class Scores:
         The prompt, if the text begins with it.
     num_top, num_prompt_top : int or None
         How many of the most probable tokens `logprobs` and `prompt_logprobs` ask for; None for nothing.
+    echo : str
+        The prompt as it was sent, if the text begins with that: it may have special tokens, which `decoder` leaves out.
     """
 
     def __init__(
@@ -60,7 +62,9 @@ class Scores:
         echoed: Sequence[int],
         num_top: int | None,
         num_prompt_top: int | None,
+        echo: str = "",
     ) -> None:
+        self._echo = echo
         self._token_text, self._decoder, self._echoed = token_text, decoder, echoed
         self._num_top, self._num_prompt_top = num_top, num_prompt_top
         self._offset = 0
@@ -91,7 +95,10 @@ class Scores:
 
     def _scored(self, token: int, logprob: float | None, top: list[tuple[str, float]]) -> Scored:
         made = Scored(self._token_text(token), self._offset, logprob, top)
-        self._offset += len(self._decoder.push(token))
+        pushed = self._decoder.push(token)
+        if not pushed and INCOMPLETE not in made.text and self._echo.startswith(made.text, self._offset):
+            pushed = made.text  # a special token that was sent as text
+        self._offset += len(pushed)
         return made
 
     def _top(self, logprobs: Sequence[tuple[int, float]]) -> list[tuple[str, float]]:

@@ -111,6 +111,13 @@ def test_log_probabilities_of_a_text_and_its_echo_are_those_of_the_model(llama, 
         assert plain["token_logprobs"] == pytest.approx(scored["token_logprobs"][len(prompt) :], abs=1e-4)
 
 
+def test_offsets_count_special_tokens_that_an_echo_has(llama):
+    server, *_ = llama
+    made = choice_of(server.port, prompt="a!é!", max_tokens=1, logprobs=0, echo=True)
+    assert made["text"].startswith("a!é!")
+    assert made["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4]
+
+
 def test_a_chat_and_a_prompt_have_log_probabilities(llama):
     server, _, tokenizer = llama
     server.server.text._tokenizer.chat_template = CONTENT
