@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .compiling.progress import is_terminal
 from .cpu.threads import get_num_threads
 from .errors import BackendUnavailableError
 from .extras import pip_install
+from .kernel_cache.progress import is_terminal
 
 # The module of each bench, and what it measures. Only the chosen one is imported: others may need missing packages.
 BENCHES = {

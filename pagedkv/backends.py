@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from .arithmetic import with_default_float_env
 from .arrays import Array
 from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
-from .compiling.compile_thread import on_compile_thread
+from .kernel_cache.compile_thread import on_compile_thread
 from .placement import Placement
 
 if TYPE_CHECKING:

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
-from ..compiling.compile_thread import made_once, on_compile_thread
-from ..compiling.kernel_cache import Store, hash_of_sources
-from ..compiling.progress import showing_progress
-from ..compiling.score_mod import can_raise, refusal
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
+from ..kernel_cache.compile_thread import made_once, on_compile_thread
+from ..kernel_cache.files import Store, hash_of_sources
+from ..kernel_cache.progress import showing_progress
 from ..kernels.device.language import cuda, types
 from ..kernels.device.source import KernelSource, with_lineinfo
+from ..score_mod import can_raise, refusal
 from . import compiler_missing, require_no_simulator
 from .link import Linked, load_or_link
 from .numba_overrides import overridden

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compiling.kernel_cache import Store, hash_of_sources
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
+from ..kernel_cache.files import Store, hash_of_sources
 from . import INSTALL, compiler_missing
 from .occupancy import SYSTEM_SHARED_BYTES
 from .ptx import Capability, external_functions, is_specific, versions

@@ -3,8 +3,8 @@
 Without them numba-cuda queries the current device even when told what to compile for, orders device functions
 differently in every process, and describes variables in a way that some versions of NVVM refuse. It also resolves the
 types of each `a + b` anew, and meanwhile the garbage collector traverses all objects of the process. Only one thread at
-a time may enter, which compiling/compile_thread.py ensures. CONTRIBUTING.md says which patches of numba-cuda would make
-them unnecessary.
+a time may enter, which kernel_cache/compile_thread.py ensures. CONTRIBUTING.md says which patches of numba-cuda would
+make them unnecessary.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..compiling.compile_thread import made_once
+from ..kernel_cache.compile_thread import made_once
 from ..kernels.device.language import cuda, types
 from . import require_no_simulator
 from .numba_overrides import overridden

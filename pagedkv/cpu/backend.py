@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..arithmetic import with_default_float_env
 from ..arrays import Array
 from ..calls import AttentionCall, WriteCall
-from ..compiling.compile_thread import made_once
+from ..kernel_cache.compile_thread import made_once
 from . import blocks, merge, rotary
 
 if TYPE_CHECKING:

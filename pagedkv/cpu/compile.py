@@ -26,10 +26,10 @@ from numba.core.environment import Environment
 from numba.core.registry import cpu_target
 from numba.core.runtime import rtsys
 
-from ..compiling.kernel_cache import Store, hash_of_sources
-from ..compiling.progress import showing_progress
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
+from ..kernel_cache.files import Store, hash_of_sources
+from ..kernel_cache.progress import showing_progress
 
 if settings.DISABLE_JIT:
     raise BackendUnavailableError(

@@ -14,11 +14,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from .. import __version__
-from ..compiling.private_folder import RefusedError, require_private
 from ..cpu.threads import get_num_threads
 from ..environment import cache_dir
 from ..errors import BackendUnavailableError
 from ..extras import pip_install
+from ..kernel_cache.private_folder import RefusedError, require_private
 from .driver import LIBRARY, Driver, find_driver
 
 Row = dict[str, Any]

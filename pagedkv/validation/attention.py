@@ -14,9 +14,9 @@ import numpy as np
 
 from ..arrays import Array
 from ..calls import AttentionArguments, AttentionCall, AttentionOptions
-from ..compiling.score_mod import python_function
 from ..layouts import FLOAT32, Geometry, KvFormat, cache_spec
 from ..placement import Placement, place
+from ..score_mod import python_function
 from ..typing import Kernel, KvDtype, Layout
 from . import cache_pair, require, values
 

@@ -14,10 +14,10 @@ import pytest
 from numba import float64, njit, typeof
 
 import pagedkv
-from pagedkv.compiling.kernel_cache import DIGEST_BYTES
 from pagedkv.cpu import compile as kernels
 from pagedkv.cpu.attention import decode, prefill
 from pagedkv.cpu.attention.logits import make_modify
+from pagedkv.kernel_cache.files import DIGEST_BYTES
 
 from ..support.programs import ROOT
 from . import doubling
@@ -68,7 +68,7 @@ def test_the_second_process_does_not_compile(run, file):
 
 
 def test_a_damaged_file_is_compiled_again(run, file):
-    """Every kind of damage is in tests/compiling/test_kernel_cache.py and test_private_folder.py."""
+    """Every kind of damage is in tests/kernel_cache/test_files.py and test_private_folder.py."""
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert run() == "compiled"

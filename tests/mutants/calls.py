@@ -12,13 +12,13 @@ MUTANTS = [
         "the kernel cache trusts a folder below one that others may write to",
         "if of_others and not (is_above and facts.st_mode & stat.S_ISVTX):",
         "if of_others and not is_above:",
-        "tests/compiling/test_private_folder.py::test_a_folder_that_others_can_replace_is_not_used",
+        "tests/kernel_cache/test_private_folder.py::test_a_folder_that_others_can_replace_is_not_used",
     ),
     Mutant(
         "an interrupt arrives inside of a compilation",
         "start_new_thread(_do_work, (wanted, answers))",
         "_do_work(wanted, answers)",
-        "tests/compiling/test_compile_thread.py::test_interrupted_work_is_finished_for_the_next_call",
+        "tests/kernel_cache/test_compile_thread.py::test_interrupted_work_is_finished_for_the_next_call",
     ),
     Mutant(
         "launches of two threads mix on one device",

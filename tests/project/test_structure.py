@@ -152,7 +152,9 @@ RULES = {
     ),
     "kernels are device code": Rule(ours("kernels"), ours(*TOP - {"kernels"}), ()),
     "the compiler knows kernels, and what keeps them": Rule(
-        ours("compiler"), ours(*TOP - {"compiler"}), ours("kernels", "compiling", "environment", "errors", "extras")
+        ours("compiler"),
+        ours(*TOP - {"compiler"}),
+        ours("kernels", "kernel_cache", "score_mod", "environment", "errors", "extras"),
     ),
     "no property has a lock that a fork could leave locked": Rule(ours(*TOP), ("functools.cached_property",), ()),
     "reference stands alone": Rule(ours("reference"), ours(*TOP - {"reference"}), ours("typing")),

@@ -19,7 +19,7 @@ from numba import boolean, float32, int64, types
 
 from ...arrays import Array, address_of
 from ...calls import AttentionCall
-from ...compiling.compile_thread import made_once
+from ...kernel_cache.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import get_num_threads, run_items
 from .access import fetch_add, get_float, get_int32

@@ -12,7 +12,7 @@ from numba import float32, int32, njit, types
 from numba.core import config as settings
 from numba.core.errors import NumbaError
 
-from ...compiling.score_mod import can_raise, frozen, refusal
+from ...score_mod import can_raise, frozen, refusal
 from ..compile import device
 from .access import get_float, put_float
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from pagedkv.compiling import compile_thread
-from pagedkv.compiling.compile_thread import MadeOnce, made_once, on_compile_thread
+from pagedkv.kernel_cache import compile_thread
+from pagedkv.kernel_cache.compile_thread import MadeOnce, made_once, on_compile_thread
 
 from ..support.interrupts import interrupts_at_every_instant
 
@@ -63,7 +63,7 @@ def test_work_that_is_interrupted_before_it_begins_is_dropped():
 
 
 def test_an_interrupt_at_any_instant_blocks_no_later_call():
-    for interrupt in interrupts_at_every_instant(("compiling/compile_thread",)):
+    for interrupt in interrupts_at_every_instant(("kernel_cache/compile_thread",)):
         make = MadeOnce(lambda key: [key], most=2)
         with suppress(KeyboardInterrupt), interrupt:
             make(1)
@@ -133,7 +133,7 @@ PROGRAM = """
 import os, threading, time
 import numpy as np
 from numba import float64
-from pagedkv.compiling.compile_thread import on_compile_thread
+from pagedkv.kernel_cache.compile_thread import on_compile_thread
 from pagedkv.cpu.compile import compile_kernel
 
 def compile_and_run(factor):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedkv.compiling.kernel_cache import Store, hash_of_sources
+from pagedkv.kernel_cache.files import Store, hash_of_sources
 
 
 def test_what_is_saved_is_loaded(store):
@@ -133,7 +133,7 @@ def test_a_blob_that_is_used_is_not_the_oldest(tmp_path):
 RACE = """
 import sys
 from pathlib import Path
-from pagedkv.compiling.kernel_cache import Store
+from pagedkv.kernel_cache.files import Store
 store = Store(Path(sys.argv[1]), ".blob", most_files=3)
 for step in range(300):
     key = b"%d" % (step % 5)

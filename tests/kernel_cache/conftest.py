@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from pagedkv.compiling import kernel_cache
-from pagedkv.compiling.kernel_cache import Store
+from pagedkv.kernel_cache import files
+from pagedkv.kernel_cache.files import Store
 
 
 @pytest.fixture
@@ -15,6 +15,6 @@ def store(tmp_path):
 
 @pytest.fixture
 def warnings_logged(monkeypatch, caplog):
-    monkeypatch.setattr(kernel_cache, "_warned", set())
+    monkeypatch.setattr(files, "_warned", set())
     with caplog.at_level(logging.WARNING, "pagedkv"):
         yield lambda: [record.getMessage() for record in caplog.records]

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from pagedkv.compiling import private_folder
-from pagedkv.compiling.kernel_cache import Store
+from pagedkv.kernel_cache import private_folder
+from pagedkv.kernel_cache.files import Store
 
 posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes of folders are POSIX")
 as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root gives files to other users")

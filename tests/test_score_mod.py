@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import pagedkv
-from pagedkv.compiling.score_mod import frozen
+from pagedkv.score_mod import frozen
 
-from ..support.wrong_arguments import attention_arguments
+from .support.wrong_arguments import attention_arguments
 
 GLOBAL = np.zeros(3, np.float32)
 # What numba would read in place: an array with gaps, and one of more than a megabyte.

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from numba import float64
 
-from pagedkv.compiling import progress
-from pagedkv.compiling.compile_thread import on_compile_thread
-from pagedkv.compiling.progress import showing_progress
 from pagedkv.cpu.compile import compile_kernel
+from pagedkv.kernel_cache import progress
+from pagedkv.kernel_cache.compile_thread import on_compile_thread
+from pagedkv.kernel_cache.progress import showing_progress
 
 SHOWN = "\0337\033[?7lpagedkv: compiling decode, once ...\033[?7h\0338"
 ERASED = "\033[K"
