@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedkv.cuda.plans import prefill
 from pagedkv.kernels.prefill.config import TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
+from pagedkv.kernels.prefill.tensor_cores.parts.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from pagedkv.kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits

@@ -113,7 +113,7 @@ def ours(*rooms):
 BACKENDS = ("cpu", "cuda", "emulator")
 WITHOUT_NUMBA = {path.stem for path in PACKAGE.glob("kernels/device/*")} - {"language", "__init__", "__pycache__"}
 OF_KERNELS = ("device", "paged", "split", "prefill", "blocks", "merge_states", "rotary", "read")
-SIDE_BY_SIDE = (("cuda_cores", "tensor_cores"), ("tensor_cores.split", "tensor_cores.wgmma"))  # in kernels/prefill
+SIDE_BY_SIDE = (("cuda_cores", "tensor_cores"), ("tensor_cores.parts", "tensor_cores.wgmma"))  # in kernels/prefill
 OF_THE_EMULATOR = ("errors", "ptx", "translation", "state", "machine", "device")  # from the ground up
 RULES = {
     **{

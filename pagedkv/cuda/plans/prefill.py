@@ -25,10 +25,10 @@ from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from ...kernels.prefill.cuda_cores.shape import CoresShape
 from ...kernels.prefill.items import num_tiles
 from ...kernels.prefill.tensor_cores.kernel import make_prefill
-from ...kernels.prefill.tensor_cores.split import kernel as split
-from ...kernels.prefill.tensor_cores.split.kernel import make_prefill_split
-from ...kernels.prefill.tensor_cores.split.merge import make_prefill_merge
-from ...kernels.prefill.tensor_cores.split.shape import PartShape
+from ...kernels.prefill.tensor_cores.parts import kernel as split
+from ...kernels.prefill.tensor_cores.parts.kernel import make_prefill_split
+from ...kernels.prefill.tensor_cores.parts.merge import make_prefill_merge
+from ...kernels.prefill.tensor_cores.parts.shape import PartShape
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes

@@ -49,7 +49,7 @@ def item_of(seq, first_row, group_size, lengths, num_tokens, max_seq_len):
 
 @device_function
 def is_split(item, few_rows):
-    """Whether the kernel that splits keys (tensor_cores/split/) takes the sequence, for its few rows and many keys."""
+    """Whether the kernel that splits keys (tensor_cores/parts/) takes the sequence, for its few rows and many keys."""
     return item.num_rows <= uint32(few_rows) and item.seq_len > uint32(PART)
 
 

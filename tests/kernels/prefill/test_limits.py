@@ -11,8 +11,8 @@ from pagedkv.kernels.prefill.cuda_cores import kernel as cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from pagedkv.kernels.prefill.cuda_cores.shape import CoresShape
 from pagedkv.kernels.prefill.tensor_cores.kernel import make_prefill
-from pagedkv.kernels.prefill.tensor_cores.split.kernel import make_prefill_split
-from pagedkv.kernels.prefill.tensor_cores.split.shape import PartShape
+from pagedkv.kernels.prefill.tensor_cores.parts.kernel import make_prefill_split
+from pagedkv.kernels.prefill.tensor_cores.parts.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 
 from ...machine_code.sass import code_of, products_of
@@ -72,7 +72,7 @@ def test_options_have_everything_in_registers(head_dim, capability, fields):
     check_registers(kernel)
 
 
-# Two that test_split.py runs in the emulator; with calls in its loop, the second one spills.
+# Two that test_parts.py runs in the emulator; with calls in its loop, the second one spills.
 SPLIT_CASES = [(64, (9, 0), {}), (120, (8, 0), {"kv_kind": "fp8_e4m3", "hardware_fp8": False})]
 MORE_SPLIT_CASES = [
     *((d, cc, {}) for d in PLAIN for cc in CAPABILITIES if (cc >= (9, 0) or d <= 128) and (d, cc) != (64, (9, 0))),

@@ -1,1 +1,1 @@
-"""Prefill on tensor cores: products, copies and the softmax between them, for mma.sync, wgmma/ and split/."""
+"""Prefill on tensor cores: products, copies and the softmax between them, for mma.sync, wgmma/ and parts/."""

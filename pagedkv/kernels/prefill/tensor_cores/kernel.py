@@ -6,7 +6,7 @@
 
 Grid. x is tile * num_kv_heads + kv_head: neighbours read neighbouring heads of the same tokens. A tile is up to
 `TileShape.rows` query rows of a sequence and KV head (../items.py): row r of a sequence is token r // group_size and
-head r % group_size, so that any number of query heads shares the K and V that a tile reads. split/kernel.py takes
+head r % group_size, so that any number of query heads shares the K and V that a tile reads. parts/kernel.py takes
 sequences with up to `few_rows` rows and more than PART keys.
 
 Who owns what. Each of four or eight warps has 16 or 32 of the rows, with O in registers. It goes through all tiles of

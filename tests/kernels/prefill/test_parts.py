@@ -13,7 +13,7 @@ from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import FEW_ROWS as MOST
 from pagedkv.kernels.prefill.config import LONGEST_OF_PARTS, PART, TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.split.shape import MOST_PARTS, PartShape
+from pagedkv.kernels.prefill.tensor_cores.parts.shape import MOST_PARTS, PartShape
 
 from ...attention.drawn import FEW_ROW_KERNELS as KERNELS
 from ...attention.drawn import MORE_PREFILLS
