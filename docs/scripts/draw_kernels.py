@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pagedkv.cuda.plans.attention import num_partitions
+from pagedkv.cuda.plans.paged import num_partitions
 from pagedkv.kernels.paged.config import PARTITION_SIZE, WARP_SIZE, AttentionConfig
 
 IMAGES = Path(__file__).parents[1] / "images"

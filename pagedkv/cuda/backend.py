@@ -11,21 +11,10 @@ from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, 
 from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
-from .plans import attention, blocks, merge, prefill, rotary
+from .plans import attention, blocks, merge, rotary
 from .plans.cache import PlanCache
 from .plans.gpu_plan import GpuPlan
-from .plans.plan import Plan, run_plan
-
-
-def plan_on(device: Device, call: AttentionCall) -> Plan:
-    """Plan a call of decode_attention or prefill_attention with at least one row and one sequence.
-
-    Raises
-    ------
-    ValueError
-        The call is too large for a kernel.
-    """
-    return (attention if call.query_starts is None else prefill).plan(device, call)
+from .plans.plan import run_plan
 
 
 class KernelBackend:
@@ -42,7 +31,7 @@ class KernelBackend:
 
     def plan(self, call: AttentionCall) -> Any:
         with self._device_of(call.placement) as device:
-            return call.placement._replace(beside=None), plan_on(device, call)
+            return call.placement._replace(beside=None), attention.plan(device, call)
 
     def run(
         self, plan: Any, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
@@ -97,7 +86,7 @@ class GpuBackend(KernelBackend):
 
     def plan(self, call: AttentionCall) -> GpuPlan:
         with driver.device_of(call.placement) as device:
-            made = GpuPlan(plan_on(device, call), call)
+            made = GpuPlan(attention.plan(device, call), call)
         self.plans.add(call.arguments, made)
         return made
 
@@ -121,8 +110,7 @@ class GpuBackend(KernelBackend):
         needed: dict[str, int] = {}
         with driver.device_of(calls[0].placement) as device:
             for call in calls:
-                plans = attention if call.query_starts is None else prefill
-                needed.update(plans.workspaces(call, capability=device.capability))
+                needed.update(attention.workspaces(call, capability=device.capability))
             return device.reserve(needed)
 
     def release_workspaces(self) -> int:

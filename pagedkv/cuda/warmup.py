@@ -12,7 +12,7 @@ from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, 
 from ..compiler.compile import Capability, CompiledKernel
 from ..errors import BackendUnavailableError
 from . import driver
-from .backend import plan_on
+from .plans import attention
 from .plans.blocks import copy_blocks, gather_kv, write_kv
 from .plans.merge import merge_states
 from .plans.rotary import apply_rotary
@@ -81,7 +81,7 @@ def compile_ahead(
     for capability in capabilities:
         device: Any = _CompilingDevice(capability)
         for call in (*decodes, *prefills):
-            for launch in plan_on(device, call).launches:
+            for launch in attention.plan(device, call).launches:
                 device.launch(launch.kernel, launch.grid, ())
         for written in writes:
             write_kv(device, written)

@@ -9,7 +9,7 @@ import pytest
 
 from pagedkv.calls import AttentionArguments, AttentionCall
 from pagedkv.cuda import driver
-from pagedkv.cuda.backend import plan_on
+from pagedkv.cuda.plans import attention
 from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.kernels.prefill.config import PART
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
@@ -80,7 +80,7 @@ class Kernel:
     def launch(self, device: Any, call: AttentionCall, out: np.ndarray, lse: np.ndarray | None) -> None:
         """Run a call on a device that is open."""
         device = with_capability(device, self.capability)
-        plan = plan_on(device, call._replace(out=out))
+        plan = attention.plan(device, call._replace(out=out))
         run_plan(device, plan, call.q, call.k_cache, call.v_cache, out, lse)
 
     def attend(

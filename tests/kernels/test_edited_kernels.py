@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pagedkv import kernels
-from pagedkv.cuda.plans import attention as launching
+from pagedkv.cuda.plans import paged
 from pagedkv.emulator import EmulatorDevice, MemoryFault, RaceFault, SyncFault
 
 from ..attention.kernels import V1
@@ -79,11 +79,11 @@ def edited(edit, directory):
 def test_the_line_that_does_it_is_named(edit, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PAGEDKV_CACHE_DIR", str(tmp_path))
-    problem, own = V1.build(seq_lens=LENGTHS), launching.make_v1
-    monkeypatch.setattr(launching, "make_v1", edited(edit, tmp_path))
+    problem, own = V1.build(seq_lens=LENGTHS), paged.make_v1
+    monkeypatch.setattr(paged, "make_v1", edited(edit, tmp_path))
     with pytest.raises(edit.fault, match=edit.message) as caught:
         V1.attend(problem, device=EmulatorDevice(global_race=True))
-    monkeypatch.setattr(launching, "make_v1", own)
+    monkeypatch.setattr(paged, "make_v1", own)
     fault = caught.value
     assert fault.kernel.startswith("v1[head_dim=64, block_size=16, ")
     assert Path(fault.source.file).parent.parent == tmp_path / tmp_path.name

@@ -1,41 +1,21 @@
-"""Planning of decode attention: which kernel, compiled for what, launched how.
-
-Nothing here reads an array, so that a plan serves all calls like its own.
-"""
+"""Planning of attention: whose kernels a call takes."""
 
 from __future__ import annotations
 
-import math
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import numpy as np
+from . import paged, prefill, split
 
-from ...calls import AttentionCall
-from ...compiler.compile import Capability
-from ...kernels.paged.attention import make_v1, make_v2, shared_bytes, static_shared_bytes
-from ...kernels.paged.config import PARTITION_SIZE, AttentionConfig
-from ...kernels.paged.reduction import ReductionConfig, make_v2_reduce
-from ...layouts import VECTOR_BYTES
-from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
-from . import split
-from .check import lens_of, with_check, workspaces_of_check
-from .plan import (
-    FLOAT_BYTES,
-    NO_WINDOW,
-    Launch,
-    Plan,
-    Workspaces,
-    arrays_of,
-    compile_for,
-    max_seq_len_of,
-    out_strides,
-)
-
-LONGEST_V1 = 8192  # tokens, by vLLM's rule
-MANY_ROWS = 512  # query heads of the batch; by that rule, more of them are enough work for v1
+if TYPE_CHECKING:
+    from ...calls import AttentionCall
+    from ...compiler.compile import Capability
+    from ..device import Device
+    from .plan import Plan, Workspaces
 
 
 def plan(device: Device, call: AttentionCall) -> Plan:
-    """Plan a call with at least one sequence, and compile kernels that are new.
+    """Plan a call with at least one row and one sequence, and compile kernels that are new.
 
     Raises
     ------
@@ -43,129 +23,23 @@ def plan(device: Device, call: AttentionCall) -> Plan:
         Kernel "v1" is asked for and the logits of the longest sequence exceed the device's shared memory; or as
         `workspaces`.
     """
-    if call.spec.layout != "vllm":
-        return split.plan(device, call)
-    needed = workspaces(call, capability=device.capability)
-    config = attention_config(call, capability=device.capability)
-    max_seq_len = max_seq_len_of(call)
-    if choose(call.kernel, max_seq_len, call.q.shape[0] * call.q.shape[1]) == "v1":
-        launches: tuple[Launch, ...] = (_v1(device, call, config, max_seq_len),)
-    else:
-        launches = _v2(device, call, config, max_seq_len)
-    return Plan(with_check(device, call, *launches), needed, arrays_of(call))
+    made: Plan = _planner_of(call).plan(device, call)
+    return made
 
 
 def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
-    """The workspaces in which a call keeps partial results and bad entries.
+    """The workspaces in which a call keeps partial results, and a check what it has found.
 
     Raises
     ------
     ValueError
-        More thread blocks than a grid has.
+        More rows, or thread blocks, than a grid has.
     """
-    if call.spec.layout != "vllm":
-        return split.workspaces(call, split.split_config(call, capability=capability))
-    (num_seqs, num_heads, head_dim), max_seq_len = call.q.shape, max_seq_len_of(call)
-    num_rows, needed = num_seqs * num_heads, workspaces_of_check(call)
-    if num_rows > LARGEST_GRID_X:
-        raise ValueError(f"num_seqs * num_heads must be below 2**31 on a device, got {num_rows}")
-    if choose(call.kernel, max_seq_len, num_rows) == "v1":
-        return needed
-    nbytes = num_rows * math.prod(_grid_of_partitions(call, max_seq_len)) * FLOAT_BYTES
-    return (("tmp_out", nbytes * head_dim), ("exp_sums", nbytes), ("max_logits", nbytes), *needed)
+    needed: Workspaces = _planner_of(call).workspaces(call, capability=capability)
+    return needed
 
 
-def attention_config(call: AttentionCall, *, capability: Capability) -> AttentionConfig:
-    """The config of v1 or v2 for a call on a device of this compute capability."""
-    spec, itemsize = call.spec, call.k_cache.itemsize
-    inner = (spec.block_size * VECTOR_BYTES, VECTOR_BYTES, spec.block_size * itemsize)
-    return AttentionConfig(
-        head_dim=spec.head_dim,
-        block_size=spec.block_size,
-        q_kind=call.q.dtype.name,
-        kv_kind=spec.kind,
-        packed=(*call.k_cache.strides[2:4], call.v_cache.strides[2]) == inner,
-        hardware_fp8=spec.kind == "fp8_e4m3" and capability >= FIRST_WITH_FP8,
-        score_mod=call.options.score_mod,
-    )
-
-
-def choose(kernel: str, max_seq_len: int, num_rows: int) -> str:
-    """The kernel for num_rows = num_seqs * num_heads and up to `max_seq_len` tokens; "auto" follows vLLM's rule."""
-    if kernel != "auto":
-        return kernel
-    is_short = max_seq_len <= LONGEST_V1
-    return "v1" if is_short and (max_seq_len <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
-
-
-def num_partitions(max_seq_len: int, window: int) -> int:
-    """The most partitions in which the visible tokens of one sequence can lie, at least 1."""
-    return max(1, min(-(-max_seq_len // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
-
-
-def _v1(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_len: int) -> Launch:
-    chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
-    num_tokens = min(max_seq_len, ((window + chunk - 2) // chunk + 1) * chunk)
-    dynamic = shared_bytes(config, num_tokens)
-    if dynamic + static_shared_bytes(config) > limit:
-        raise ValueError(
-            f'kernel "v1" keeps the logits of {max_seq_len} tokens (max_blocks * block_size, or max_seq_len rounded up '
-            f"to a power of two) in shared memory, and {limit} bytes have no room for {dynamic}: "
-            'give a lower max_seq_len, or use kernel "v2"'
-        )
-    num_rows = call.q.shape[0] * call.q.shape[1]
-    return Launch(
-        compile_for(device, make_v1, config),
-        (num_rows, 1, 1),
-        ("out", "lse", "", "", *_inputs(call)),
-        _scalars(call, max_seq_len, out_strides(call)),
-        dynamic,
-    )
-
-
-def _v2(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_len: int) -> tuple[Launch, ...]:
-    num_seqs, num_heads, head_dim = call.q.shape
-    num_rows, of_partitions = num_seqs * num_heads, _grid_of_partitions(call, max_seq_len)
-    most = math.prod(of_partitions)
-    tmp_strides = (num_heads * most * head_dim * FLOAT_BYTES, most * head_dim * FLOAT_BYTES)
-    partitions = Launch(
-        compile_for(device, make_v2, config),
-        (num_rows, *of_partitions),
-        ("tmp_out", "", "exp_sums", "max_logits", *_inputs(call)),
-        _scalars(call, max_seq_len, tmp_strides),
-        shared_bytes(config, PARTITION_SIZE),
-    )
-    reduction = Launch(
-        compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
-        (num_rows, 1, 1),
-        ("out", "lse", "tmp_out", "exp_sums", "max_logits", lens_of(call), "sinks"),
-        (num_heads, max_seq_len, _window(call), most, *out_strides(call)),
-    )
-    return partitions, reduction
-
-
-def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int]:
-    """Thread blocks of v2 in y and z; the last ones in z may have no partition."""
-    needed = num_partitions(max_seq_len, _window(call))
-    return min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y)
-
-
-def _inputs(call: AttentionCall) -> tuple[str, ...]:
-    """The names of what v1 and v2 read, in the order of their parameters."""
-    return "q", "k_cache", "v_cache", "block_tables", lens_of(call), "alibi_slopes", "sinks", "k_scale", "v_scale"
-
-
-def _scalars(call: AttentionCall, max_seq_len: int, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
-    num_heads, spec, options = call.q.shape[1], call.spec, call.options
-    return (
-        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, _window(call)),
-        call.block_tables.strides[0] // call.block_tables.itemsize,
-        *(*call.q.strides[:2], *out_strides),
-        *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),
-        *(float(options.scale), float(options.softcap or 0.0)),
-        *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
-    )
-
-
-def _window(call: AttentionCall) -> int:
-    return call.options.window or NO_WINDOW
+def _planner_of(call: AttentionCall) -> ModuleType:
+    if call.query_starts is not None:
+        return prefill
+    return paged if call.spec.layout == "vllm" else split

@@ -41,7 +41,7 @@ def plan(device: Device, call: AttentionCall) -> Plan:
     """
     spec, options = call.spec, call.options
     config = split_config(call, capability=device.capability)
-    needed, most_splits = workspaces(call, config), _most_splits(call, config)
+    needed, most_splits = workspaces(call, capability=device.capability), _most_splits(call, config)
     launch = Launch(
         compile_for(device, make_split, config),
         (_num_columns(call, config), most_splits, 1),
@@ -63,7 +63,7 @@ def plan(device: Device, call: AttentionCall) -> Plan:
     return Plan(with_check(device, call, launch), needed, arrays_of(call))
 
 
-def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
+def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
     """The workspaces in which the kernel keeps partial results, and counts the splits of a grid column.
 
     Raises
@@ -71,6 +71,7 @@ def workspaces(call: AttentionCall, config: SplitConfig) -> Workspaces:
     ValueError
         More thread blocks than a grid has.
     """
+    config = split_config(call, capability=capability)
     num_columns = _num_columns(call, config)
     if num_columns > LARGEST_GRID_X:
         raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pagedkv.compiler.compile import compile_kernel
-from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans import paged
 from pagedkv.kernels.paged.attention import make_v1, make_v2, static_shared_bytes
 from pagedkv.kernels.paged.reduction import ReductionConfig, make_v2_reduce
 
@@ -60,7 +60,7 @@ def test_more_logits_than_48_kib(open_device):
 
 
 def test_more_partitions_than_the_grid_has_in_one_dimension(monkeypatch, open_device):
-    monkeypatch.setattr(attention, "LARGEST_GRID_Y", 2)
+    monkeypatch.setattr(paged, "LARGEST_GRID_Y", 2)
     problem = V2.build(seq_lens=(5 * PARTITION + 9, 3))
     device = open_device(global_race=True)
     assert_close(problem, *V2.attend(problem, device=device))
@@ -73,7 +73,7 @@ def test_rows_of_many_sequences_are_in_x_of_the_grid(kernel):
     problem = kernel.build(seq_lens=(5,), num_kv_heads=1, group_size=3)
     call = kernel.call(problem)
     many = call._replace(q=np.broadcast_to(call.q, (65_540, *call.q.shape[1:])))
-    for launch in attention.plan(RecordingDevice(), many).launches:
+    for launch in paged.plan(RecordingDevice(), many).launches:
         assert launch.grid == (65_540 * 3, 1, 1)
 
 
@@ -104,7 +104,7 @@ def test_more_sequences_than_a_grid_has_in_y_or_z(kernel, open_device):
 )
 def test_every_variant_has_everything_in_registers(kernel, capability):
     problem = kernel.build(seq_lens=(1,))
-    config = attention.attention_config(kernel.call(problem), capability=capability)
+    config = paged.attention_config(kernel.call(problem), capability=capability)
     compiled = compile_kernel(make_v1 if kernel.kernel == "v1" else make_v2, config, capability)
     assert ".extern .func" not in compiled.ptx
     resources = compiled.linked.resources()

@@ -1,4 +1,4 @@
-"""Plans of decode_attention: what is launched follows from metadata alone."""
+"""Plans of v1 and v2: what is launched follows from metadata alone."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedkv.calls import AttentionArguments
-from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans import attention, paged
 from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.kernels.paged.config import PARTITION_SIZE
 from pagedkv.validation.attention import attention_call
@@ -55,8 +55,8 @@ def plan_of(kernel="auto", **sizes):
     ],
 )
 def test_auto_is_the_rule_of_vllm(capacity, num_rows, expected):
-    assert attention.choose("auto", capacity, num_rows) == expected
-    assert [attention.choose(name, capacity, num_rows) for name in ("v1", "v2")] == ["v1", "v2"]
+    assert paged.choose("auto", capacity, num_rows) == expected
+    assert [paged.choose(name, capacity, num_rows) for name in ("v1", "v2")] == ["v1", "v2"]
 
 
 @given(capacity=st.integers(0, 10**5), window=st.integers(1, 10**5), seq_len=st.integers(0, 10**5))
@@ -64,7 +64,7 @@ def test_every_visible_token_has_its_partition(capacity, window, seq_len):
     seq_len = min(seq_len, capacity)
     first = max(0, seq_len - window) // PARTITION_SIZE
     needed = -(-seq_len // PARTITION_SIZE) - first
-    given_ = attention.num_partitions(capacity, window)
+    given_ = paged.num_partitions(capacity, window)
     assert max(needed, 1) <= given_ <= max(1, -(-capacity // PARTITION_SIZE))
 
 
@@ -131,11 +131,11 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
 
 def test_strides_inside_of_a_block_choose_the_config():
     call, _ = call_of()
-    assert attention.attention_config(call, capability=(9, 0)).packed
+    assert paged.attention_config(call, capability=(9, 0)).packed
     spread = np.zeros((3, 2, 16, 17, 4), np.float32)[:, :, :, 1:]
-    assert not attention.attention_config(call._replace(k_cache=spread), capability=(9, 0)).packed
+    assert not paged.attention_config(call._replace(k_cache=spread), capability=(9, 0)).packed
     halves = np.zeros((3, 2, 2, 16, 16, 4), np.float32)[:, 0]
-    assert attention.attention_config(call._replace(k_cache=halves), capability=(9, 0)).packed
+    assert paged.attention_config(call._replace(k_cache=halves), capability=(9, 0)).packed
 
 
 WIDE = {"num_seqs": 128, "num_heads": 8, "max_blocks": 131_072 // 16}
