@@ -14,7 +14,7 @@ from ..errors import OutOfBlocksError
 from .arguments import MAX_INT32, as_int, as_ints
 from .guard import Guard, Guarded, consistent, exclusive
 from .ids import NO_BLOCKS, Int64Array, Tally, joined, must_hold
-from .prefix.cache import PrefixCache, Stored
+from .prefix.cache import PrefixCache, StoredBlocks
 from .prefix.eviction import LRU
 
 _ONE_REFERENCE = np.ones(1, np.int32)
@@ -204,7 +204,7 @@ class BlockPool(Guarded):
         dropped: Array = NO_BLOCKS,
         gained: Array = NO_BLOCKS,
         forgotten: Array = NO_BLOCKS,
-        stored: Stored | None = None,
+        stored: StoredBlocks | None = None,
         passed: bool = False,
         times: int = 1,
         num_seqs: int = 0,
@@ -219,7 +219,7 @@ class BlockPool(Guarded):
             Blocks that lose, or get, a reference each time they are named. A findable block may get its first one.
         forgotten : (n,) int64
             Blocks that can no longer be found, each named once.
-        stored : Stored or None
+        stored : StoredBlocks or None
             Blocks that can be found from now on; those that make room for them are forgotten, too.
         passed : bool
             Whether a window has passed the blocks of `dropped`, so that they are evicted first.

@@ -11,7 +11,7 @@ from ..memory.arguments import as_int
 from .store import require_blocks
 
 
-class Placement(NamedTuple):
+class SlotPlan(NamedTuple):
     """Where blocks go: their places in the call, their slots, and the keys that make room for them."""
 
     chosen: list[int]
@@ -50,7 +50,7 @@ class Slots:
                 self._used.move_to_end(key)
         return found
 
-    def plan(self, keys: Sequence[bytes], sizes: Sequence[int]) -> Placement:
+    def plan(self, keys: Sequence[bytes], sizes: Sequence[int]) -> SlotPlan:
         """Decide where the blocks of new keys go; raises what `require_blocks` raises."""
         require_blocks(keys, sizes, self.block_bytes)
         here = {key for key in keys if key in self._used}
@@ -58,10 +58,10 @@ class Slots:
         num_evicted = max(0, len(chosen) - len(self._free))
         evicted = [*islice((key for key in self._used if key not in here), num_evicted)]
         slots = [*islice(self._free, len(chosen)), *(self._used[key][0] for key in evicted)]
-        return Placement(chosen, slots, evicted)
+        return SlotPlan(chosen, slots, evicted)
 
     def put(self, keys: Iterable[bytes], slots: Sequence[int], sizes: Iterable[int]) -> None:
-        """Name the slots of a `Placement` whose evicted keys are removed."""
+        """Name the slots of a `SlotPlan` whose evicted keys are removed."""
         for slot in slots:
             del self._free[slot]
         # As in `find`: a sequence loses its last block first.

@@ -25,7 +25,7 @@ from ..translation.mem_op import MemOp
 from ..translation.scope import Scope
 from .access import Access, TracedAccess
 from .namespace import FUNCTIONS, operations
-from .schedule import Scheduler
+from .schedule import WarpScheduler
 from .tracer import Tracer
 from .warp_barriers import WarpBarriers
 from .warpgroup import WarpgroupOps
@@ -203,7 +203,7 @@ class Device(Memory):
         layout = entry.shared_strict if strict_shared_alignment else entry.shared
         per = max(1, batch_threads // per_cta)
         namespace: dict[str, Any] = {}
-        scheduler: Scheduler | None = None
+        scheduler: WarpScheduler | None = None
         shuffled = None if rng is None else rng.permutation(num_ctas)
         with np.errstate(all="ignore"):
             for first in range(0, num_ctas, per):
@@ -231,7 +231,7 @@ class Device(Memory):
                     namespace.update(bound)
                 else:
                     namespace = {**FUNCTIONS, **bound}
-                    scheduler = Scheduler(frame, translation, namespace, recorder, rng, step_limit)
+                    scheduler = WarpScheduler(frame, translation, namespace, recorder, rng, step_limit)
                 assert scheduler is not None
                 try:
                     scheduler.run(frame, order, warp_barriers)

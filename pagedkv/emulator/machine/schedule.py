@@ -46,7 +46,7 @@ class _End:
         return m if self.pred is None else m & (self.pred ^ self.negated)
 
 
-class Scheduler:
+class WarpScheduler:
     """Runs the batches of a launch that have the same number of lanes."""
 
     def __init__(

@@ -28,7 +28,7 @@ _FEW = 16
 _FASTER = 16  # a search grows its next batch by this factor as long as it finds all blocks
 
 
-class Stored(NamedTuple):
+class StoredBlocks(NamedTuple):
     """The blocks that a commit makes findable.
 
     Attributes
@@ -282,7 +282,7 @@ class PrefixCache:
         salts: npt.NDArray[np.object_] | None,
         refs: npt.NDArray[np.int32],
         own: Int64Array | None = None,
-    ) -> Stored:
+    ) -> StoredBlocks:
         """Decide what to store so that full blocks of some sequences can be found.
 
         Parameters
@@ -345,7 +345,7 @@ class PrefixCache:
             to_store, keys, places = blocks.take(chosen), keys.take(chosen), places.take(chosen)
         if not are_distinct:  # after _resolve: forks that share a block may outnumber the slots, but have one digest
             places = self._index.distinct_slots(places)
-        return Stored(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, held, events)
+        return StoredBlocks(kept, to_store, serials, parents, blocks_above, keys, places, forgotten, held, events)
 
     def _resolve(
         self,
@@ -359,7 +359,7 @@ class PrefixCache:
         """Decide block by block where another block may have the same digest.
 
         `firsts` has the block before the first one of each sequence, and its parent. Returns the indices of the blocks
-        to store, `kept` of `Stored` and the serials of these, and its `parents`, `above` and `forgotten`.
+        to store, `kept` of `StoredBlocks` and the serials of these, and its `parents`, `above` and `forgotten`.
         """
         kept, kept_serials = [NO_BLOCK] * len(found), [0] * len(found)
         chosen, parents, blocks_above, forgotten = [], [], [], []
@@ -391,7 +391,7 @@ class PrefixCache:
                 kept[i], kept_serials[i] = above, parent
         return tuple(np.array(x, np.int64) for x in (chosen, kept, kept_serials, parents, blocks_above, forgotten))
 
-    def plan(self, removed: Int64Array, stored: Stored | None = None) -> list[Write]:
+    def plan(self, removed: Int64Array, stored: StoredBlocks | None = None) -> list[Write]:
         """Make the blocks `removed`, each named once, unfindable, and those of `stored` findable."""
         events: list[Event] = []
         if self.outbox is not None and len(removed):
