@@ -35,14 +35,15 @@ class Sample(NamedTuple):
     Attributes
     ----------
     seconds : float
-    host_seconds : float
-        What the host took to start it; 0 where the host computes.
+    host_seconds, thread_seconds : tuple of float
+        What each call took on the host, and for how much of that its thread ran; none where the host computes.
     late : float
         Share of calls for which a GPU was ready before the host: their times include the wait.
     """
 
     seconds: float
-    host_seconds: float = 0.0
+    host_seconds: tuple[float, ...] = ()
+    thread_seconds: tuple[float, ...] = ()
     late: float = 0.0
 
 

@@ -1,9 +1,10 @@
 """Reading as fast as memory allows, for benches to compare other kernels with.
 
-Grid. x is the chunk of BLOCK_BYTES.
+Grid. x is the chunk, of `turns` times TURN_BYTES.
 
 Who owns what. A thread block owns a chunk and adds up its 32-bit words. In a turn each thread has LOADS vectors of 16
-bytes in flight, a thread block apart from each other, so that a warp's load is 512 contiguous bytes.
+bytes in flight, a thread block apart from each other, so that a warp's load is 512 contiguous bytes. With one turn even
+few bytes have enough thread blocks for the whole GPU. With none a thread block reads nothing: an empty launch.
 
 Shared memory. Static: the sums of the warps, 16 bytes.
 """
@@ -18,13 +19,12 @@ from .device.language import cuda, int64, types, uint32
 from .device.sizes import WARP_SIZE
 from .device.source import KernelSource, device_function
 
-NUM_THREADS, LOADS, TURNS = 128, 8, 4
+NUM_THREADS, LOADS = 128, 8
 TURN_BYTES = NUM_THREADS * LOADS * 16
-BLOCK_BYTES = TURNS * TURN_BYTES
 MIN_BLOCKS = 8  # thread blocks on a multiprocessor, with 128 KiB in flight
 
 WORDS = types.CPointer(uint32)
-SIGNATURE = types.void(WORDS, WORDS)  # source, sums
+SIGNATURE = types.void(WORDS, WORDS, int64)  # source, sums, turns
 
 
 class ReadConfig(NamedTuple):
@@ -48,13 +48,13 @@ def make_read(config: ReadConfig) -> KernelSource:
     def add_lanes(i, total, lane):
         total[0] = uint32(total[0] + shuffle(total[0], uint32(lane ^ uint32(1 << i))))
 
-    def read(source, sums):
+    def read(source, sums, turns):
         of_warps = cuda.shared.array(NUM_WARPS, uint32)
         thread = uint32(cuda.threadIdx.x)
-        where = address(source) + int64(cuda.blockIdx.x) * BLOCK_BYTES + int64(thread) * 16
+        where = address(source) + int64(cuda.blockIdx.x) * turns * TURN_BYTES + int64(thread) * 16
         words, total = local_array(NUM_WORDS, uint32), local_array(1, uint32)
         clear(total, 1)
-        for turn in range(TURNS):
+        for turn in range(turns):
             for_each(load, LOADS, (words, where + turn * TURN_BYTES))
             for_each(add, NUM_WORDS, (words, total))
         for_each(add_lanes, LOG_WARP_SIZE, (total, uint32(thread & (WARP_SIZE - 1))))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import mean
 from time import perf_counter
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,9 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import pagedkv
-from pagedkv.bench.contest import median
-from pagedkv.bench.gpu.device import open_gpu
-from pagedkv.bench.gpu.measure import on_gpu, sample
+from pagedkv.bench.contest import Sample, median
+from pagedkv.bench.gpu.device import TURNS, open_gpu
+from pagedkv.bench.gpu.measure import host_columns, host_time, on_gpu, sample
 from pagedkv.cuda.driver import CudaDevice
 
 from ..bench.gpu.fake_gpu import FakeGpu
@@ -112,7 +111,8 @@ class Speeds:
 
     def decode(self, cells: Sequence[Cell]) -> None:
         """Bytes of K and V a second, beside a kernel that only reads."""
-        self.report("decode", None, "read", self.gpu.copy_bytes / 1e9, "GB/s", self.gpu.read)
+        call = partial(self.gpu.read, self.gpu.copy_bytes, TURNS)
+        self.report("decode", None, "read", self.gpu.copy_bytes / 1e9, "GB/s", call)
         for cell in cells:
             kind = "float16" if "fp8" in cell.kind else cell.kind
             gigabytes = 2e-9 * cell.num_seqs * cell.length * KV_HEADS * cell.head_dim * (1 if "fp8" in cell.kind else 2)
@@ -179,19 +179,17 @@ class Speeds:
             self.report_host("all but its launch", call)
 
     def report_host(self, subject: str, call: Callable[[], Any]) -> None:
-        """Append what a call takes on the host: in a row, by the first and the last of them, and behind a flush."""
+        """Append what single calls take on the host, in a row and behind flushes."""
         call()
         self.gpu.synchronize()
-        taken = []
-        for _ in range(self.calls):
-            begin = perf_counter()
-            call()
-            taken.append((perf_counter() - begin) * 1e6)
+        taken = zip(*(host_time(call) for _ in range(self.calls)), strict=True)
         self.gpu.synchronize()
-        flushed = [sample(self.gpu, call, 10).host_seconds * 1e6 for _ in range(SAMPLES)]
-        row = {"speed": "host", "device": self.gpu.facts["device"], "subject": subject, "us": median(taken)}
-        row |= {"first us": taken[0], "mean us": mean(taken), "most us": max(taken)}
-        results.append(**row, **{"behind a flush us": median(flushed)})
+        row = {"speed": "host", "device": self.gpu.facts["device"], "subject": subject}
+        for where, samples in (
+            ("in a row", [Sample(0.0, *taken)]),
+            ("behind a flush", [sample(self.gpu, call, 10) for _ in range(SAMPLES)]),
+        ):
+            results.append(**row, where=where, **host_columns(samples))
 
 
 def main() -> None:

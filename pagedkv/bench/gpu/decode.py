@@ -1,8 +1,8 @@
 """Bench of decode_attention on a GPU: bandwidth of our kernels and of peers, and the cost of a launch.
 
 `measure.sample` says what is timed, `Cell.num_bytes` what counts as traffic. Bandwidth is those bytes over the median
-time. A kernel that only reads 1 GiB, and a copy of 1 GiB within the device, take turns with the subjects of each cell;
-the copy's bandwidth counts reads and writes. A subject's *share* is its own bandwidth over that of the read.
+time. An empty launch and a kernel that only reads as many bytes take turns with the subjects of each cell. A subject's
+*share* is the time of that read over its own.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ GROUPS = (*dict.fromkeys(cell.group for cell in cells()), "launch")
 def launch_row(gpu: Gpu, name: str, problem: GpuProblem, repeats: int) -> Row:
     """Measure the cost of launching one of our kernels, beside the time of the kernel itself.
 
-    *host us* is the host's time for a call; *call us* is between two events around a call, *replay us* around the
-    replay of a graph with one call, *kernel us* around the replay of a graph with 20 calls, over 20. Each follows a
-    flush. The problem's K and V must be larger than the GPU's cache, so that all 20 calls find it cold.
+    *host us* and the columns beside it are the host's time for a call; *call us* is between two events around a call,
+    *replay us* around the replay of a graph with one call, *kernel us* around the replay of a graph with 20 calls, over
+    20. Each follows a flush. The problem's K and V must be larger than the GPU's cache, so that all 20 calls find it
+    cold.
     """
-    row: Row = {"launch": name, **dict.fromkeys(("host us", "call us", "replay us", "kernel us", "replay adds us"))}
+    names = ("call us", "replay us", "kernel us", "replay adds us")
+    row: Row = {"launch": name, **measure.host_columns([]), **dict.fromkeys(names)}
     try:
         call = SUBJECTS[name](problem)
         call()
@@ -85,7 +87,7 @@ def launch_row(gpu: Gpu, name: str, problem: GpuProblem, repeats: int) -> Row:
     microseconds = {key: median([each.seconds for each in values]) * 1e6 for key, values in samples.items()}
     kernel = microseconds["kernel"] / CALLS_OF_A_GRAPH
     return row | {
-        "host us": median([each.host_seconds for each in samples["call"]]) * 1e6,
+        **measure.host_columns(samples["call"]),
         "call us": microseconds["call"],
         "replay us": microseconds["replay"],
         "kernel us": kernel,

@@ -20,6 +20,7 @@ COPY_BYTES = 2**30
 QUICK_COPY_BYTES = 2**26
 FLUSH_BYTES = 2**28
 FLUSH_L2 = 8
+TURNS = 4  # of a thread block that reads `copy_bytes`
 ELSEWHERE = "`python -m pagedkv bench cpu` needs none"
 
 
@@ -34,7 +35,7 @@ class Gpu(Protocol):
         Device, driver and versions.
     num_multiprocessors : int
     copy_bytes : int
-        Bytes of one `copy` and of one `read`.
+        Bytes of one `copy`, and the most of a `read`.
     """
 
     framework: str
@@ -70,8 +71,8 @@ class Gpu(Protocol):
     def copy(self) -> None:
         """Copy `copy_bytes` from one buffer to another with cudaMemcpyAsync."""
 
-    def read(self) -> None:
-        """Read `copy_bytes` with a kernel that does nothing else; see kernels/read.py."""
+    def read(self, num_bytes: int, turns: int = 1) -> None:
+        """Read as many bytes with a kernel that does nothing else, or launch it with none; see kernels/read.py."""
 
     def capture(self, call: Call, times: int) -> Call:
         """Capture a CUDA graph of that many calls, and return its replay; `call` must have run before."""
@@ -125,9 +126,9 @@ class TorchGpu:
     def copy(self) -> None:
         self._target.copy_(self._source)
 
-    def read(self) -> None:
+    def read(self, num_bytes: int, turns: int = 1) -> None:
         stream = self._torch.cuda.current_stream().cuda_stream
-        _read(stream, self._source.data_ptr(), self._sums.data_ptr(), self.copy_bytes)
+        _read(stream, self._source.data_ptr(), self._sums.data_ptr(), num_bytes, turns)
 
     def capture(self, call: Call, times: int) -> Call:
         cuda = self._torch.cuda
@@ -192,9 +193,9 @@ class CupyGpu:
     def copy(self) -> None:
         self._target.data.copy_from_device_async(self._source.data, self.copy_bytes)
 
-    def read(self) -> None:
+    def read(self, num_bytes: int, turns: int = 1) -> None:
         stream = self._cupy.cuda.get_current_stream().ptr
-        _read(stream, self._source.data.ptr, self._sums.data.ptr, self.copy_bytes)
+        _read(stream, self._source.data.ptr, self._sums.data.ptr, num_bytes, turns)
 
     def capture(self, call: Call, times: int) -> Call:
         self.synchronize()
@@ -215,25 +216,26 @@ class CupyGpu:
 
 
 # The imports below need numba-cuda; without it a bench still names the missing packages.
-def num_sums(num_bytes: int) -> int:
-    """How many words `read` writes."""
-    from ...kernels.read import BLOCK_BYTES
+def num_sums(num_bytes: int, turns: int = 1) -> int:
+    """How many words `read` writes: one for each thread block."""
+    from ...kernels.read import TURN_BYTES
 
-    return num_bytes // BLOCK_BYTES
+    return -(-num_bytes // (turns * TURN_BYTES)) or 1
 
 
-def read(device: Any, source: int, sums: int, num_bytes: int) -> None:
-    """Read bytes at an address once, and write a word for each `BLOCK_BYTES` of them."""
+def read(device: Any, source: int, sums: int, num_bytes: int, turns: int = 1) -> None:
+    """Read bytes at an address once, rounded up to whole chunks, and write a word for each thread block."""
     from ...cuda.plans.plan import compile_for
     from ...kernels.read import ReadConfig, make_read
 
-    device.launch(compile_for(device, make_read, ReadConfig()), (num_sums(num_bytes), 1, 1), [source, sums])
+    kernel, grid = compile_for(device, make_read, ReadConfig()), (num_sums(num_bytes, turns), 1, 1)
+    device.launch(kernel, grid, [source, sums, turns if num_bytes else 0])
 
 
-def _read(stream: int, source: int, sums: int, num_bytes: int) -> None:
+def _read(stream: int, source: int, sums: int, num_bytes: int, turns: int) -> None:
     from ...cuda import driver
 
-    read(driver.cuda_device(0, stream), source, sums, num_bytes)
+    read(driver.cuda_device(0, stream), source, sums, num_bytes, turns)
 
 
 def _facts(device: str, l2_bytes: int, version: str, cuda: str, framework: str = "torch") -> Row:

@@ -6,16 +6,19 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
+
+import numpy as np
 
 from ..contest import NOT_INSTALLED, Call, Contest, Sample, Timer, contest, interleaved, median, spread
 from ..problem import TOLERANCE, BenchProblem, Cell
 from ..report import Row
 from .arrays import GpuProblem
-from .device import Gpu
+from .device import TURNS, Gpu
 
-READ, COPY = "read", "copy"
+READ, COPY, EMPTY = "read", "copy", "empty launch"
+PERCENTILES = {"host us": 50, "host p10 us": 10, "host p90 us": 90, "host p99 us": 99}
 SAMPLE_SECONDS = 1e-3
 MOST_LAUNCHES = 50
 FEW_TOKENS = 16  # query tokens of a sequence up to which reading K and V takes most of the time
@@ -30,19 +33,35 @@ def sample(gpu: Gpu, call: Call, launches: int) -> Sample:
 
     The flush keeps the GPU busy while the host enqueues the launch, so that no host time is measured.
     """
-    intervals, late, host_seconds = [], 0, 0.0
+    intervals, late, on_host = [], 0, []
     for _ in range(launches):
         gpu.flush()
         start = gpu.record()
-        begin = perf_counter()
-        call()
-        host_seconds += perf_counter() - begin
+        on_host.append(host_time(call))
         stop = gpu.record()
         late += gpu.passed(start)
         intervals.append((start, stop))
     gpu.synchronize()
     total = sum(gpu.milliseconds(*interval) for interval in intervals) / 1e3
-    return Sample(total / launches, host_seconds / launches, late / launches)
+    calls, threads = zip(*on_host, strict=True)
+    return Sample(total / launches, calls, threads, late / launches)
+
+
+def host_time(call: Call) -> tuple[float, float]:
+    """What a call takes on the host, and for how much of that its thread runs: the rest it waits."""
+    thread, begin = thread_time(), perf_counter()
+    call()
+    end = perf_counter()
+    return end - begin, thread_time() - thread
+
+
+def host_columns(samples: Sequence[Sample]) -> Row:
+    """Percentiles of what single calls take on the host, and the median of the time in which their threads ran."""
+    if not samples:
+        return dict.fromkeys((*PERCENTILES, "thread us"))
+    calls, threads = (np.concatenate(of) * 1e6 for of in zip(*(each[1:3] for each in samples), strict=True))
+    times = {name: float(np.percentile(calls, percent)) for name, percent in PERCENTILES.items()}
+    return {**times, "thread us": float(np.median(threads))}
 
 
 def on_gpu(gpu: Gpu) -> Timer:
@@ -56,58 +75,54 @@ def on_gpu(gpu: Gpu) -> Timer:
     return timer
 
 
-def contest_on(
-    gpu: Gpu,
-    subjects: Mapping[str, Callable[[], Call]],
-    error_of: Callable[[Any], float],
-    tolerance: float,
-    repeats: int,
-    progress: Callable[[str], Any],
-) -> Contest:
-    """Run a contest in which a read and a copy on the device take turns with the subjects."""
-    others = {READ: gpu.read, COPY: gpu.copy}
-    return contest(subjects, others, error_of, tolerance, repeats, timer=on_gpu(gpu), progress=progress)
+def columns(result: Contest, name: str, num_bytes: int | None, limit: str, least: float | None) -> Row:
+    """The columns of a subject: its time, its error, its bandwidth, and its share of what READ or COPY would reach.
 
-
-def columns(gpu: Gpu, result: Contest, name: str, num_bytes: int | None, limit: str) -> Row:
-    """The columns of a subject: time, error, bandwidth for `num_bytes`, and its share of that of READ or COPY.
-
-    Without `num_bytes`, where arithmetic takes longer, there is no bandwidth.
+    Parameters
+    ----------
+    result : Contest
+    name : str
+    num_bytes : int or None
+        What it has to move; None where arithmetic takes longer.
+    limit : str
+        READ or COPY.
+    least : float or None
+        The seconds in which that moves as many bytes.
     """
-    seconds, samples = result.seconds(name), result.samples.get(name)
-    bandwidth = num_bytes / seconds / 1e9 if seconds and num_bytes else None
-    moved = {READ: gpu.copy_bytes, COPY: 2 * gpu.copy_bytes}
-    limits = {of: nbytes / taken / 1e9 for of, nbytes in moved.items() if (taken := result.seconds(of))}
+    seconds, samples = result.seconds(name), result.samples.get(name, [])
+    empty = result.seconds(EMPTY)
     return {
         "subject": name,
         "us": seconds and seconds * 1e6,
-        "host us": median([each.host_seconds for each in samples]) * 1e6 if samples else None,
+        **host_columns(samples),
         "spread": result.spread(name),
-        "GB/s": bandwidth,
-        "read GB/s": limits.get(READ),
-        "copy GB/s": limits.get(COPY),
-        "share": bandwidth / limits[limit] if bandwidth and limit in limits else None,
+        "GB/s": num_bytes / seconds / 1e9 if seconds and num_bytes else None,
+        f"{limit} us": least and least * 1e6,
+        f"{EMPTY} us": empty and empty * 1e6,
+        "share": least / seconds if seconds and least else None,
         "late": sum(each.late for each in samples) / len(samples) if samples else None,
         "error": result.errors.get(name),
     }
 
 
 def header(gpu: Gpu, repeats: int) -> Row:
-    """The first row: device, driver and versions, bandwidths of a read and a copy, time between two events."""
+    """The first row: device, driver and versions; a read and a copy of all bytes; an empty launch, and no launch."""
     versions = {}
     for package in PACKAGES:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    samples = interleaved({READ: gpu.read, COPY: gpu.copy}, repeats, on_gpu(gpu))
-    reads, copies = ([each.seconds for each in of] for of in samples.values())
+    calls: dict[str, Call] = {READ: partial(gpu.read, gpu.copy_bytes, TURNS), COPY: gpu.copy}
+    samples = interleaved(calls | {EMPTY: partial(gpu.read, 0)}, repeats, on_gpu(gpu))
+    reads, copies, launches = ([each.seconds for each in of] for of in samples.values())
     measured = {
         "copy MiB": gpu.copy_bytes / 2**20,
         "read GB/s": gpu.copy_bytes / median(reads) / 1e9,
         "copy GB/s": 2 * gpu.copy_bytes / median(copies) / 1e9,
         "read spread": spread(reads),
         "copy spread": spread(copies),
+        f"{EMPTY} us": median(launches) * 1e6,
         "empty us": median([sample(gpu, lambda: None, 1).seconds * 1e6 for _ in range(repeats)]),
     }
     return {**gpu.facts, **versions, **measured}
@@ -116,7 +131,7 @@ def header(gpu: Gpu, repeats: int) -> Row:
 def measure(
     gpu: Gpu, operation: str, cell: Cell, subjects: Subjects, first: str, repeats: int, progress: Callable[[str], Any]
 ) -> list[Row]:
-    """Measure every subject on a cell; returns a row for each.
+    """Measure every subject on a cell, in turns with an empty launch and a read of the same bytes; a row for each.
 
     A subject that refuses the cell, or disagrees with the CPU backend in the rows that are compared, has the reason in
     its row and no time. `first` is the subject that the times of the others are put over.
@@ -125,20 +140,27 @@ def measure(
     where = " ".join(f"{name}={shape[name]}" for name in ("B", "n", "L") if name in shape)
     host = BenchProblem(cell)
     problem = GpuProblem(gpu, host)
-    result = contest_on(
-        gpu,
+    num_bytes, others = None, {EMPTY: partial(gpu.read, 0)}
+    if max(cell.query_lens) <= FEW_TOKENS:
+        num_bytes, read_bytes = cell.num_bytes, min(cell.num_bytes, gpu.copy_bytes)
+        others[READ] = partial(gpu.read, read_bytes)
+    result = contest(
         {name: partial(subject, problem) for name, subject in subjects.items()},
+        others,
         lambda out: host.error_of(gpu.numpy(out)),
         TOLERANCE[cell.dtype],
         repeats,
-        lambda name: progress(f"{operation} {cell.group}, {where}: {name}"),
+        timer=on_gpu(gpu),
+        progress=lambda name: progress(f"{operation} {cell.group}, {where}: {name}"),
     )
-    num_bytes, rows = cell.num_bytes if max(cell.query_lens) <= FEW_TOKENS else None, []
+    # A read of more than the buffer has takes as much longer.
+    reads, rows = result.seconds(READ), []
+    least = reads * num_bytes / read_bytes if reads and num_bytes else None
     for name in subjects:
         seconds = result.seconds(name)
         rate = {"TFLOP/s": seconds and cell.num_flops / seconds / 1e12} if operation == "prefill" else {}
         compared = {f"x {first}": result.over(name, first), "note": result.notes.get(name)}
-        rows.append(shape | columns(gpu, result, name, num_bytes, READ) | rate | compared)
+        rows.append(shape | columns(result, name, num_bytes, READ, least) | rate | compared)
     del problem
     gpu.release()
     return rows

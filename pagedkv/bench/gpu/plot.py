@@ -11,13 +11,12 @@ GROUP = "lengths"
 
 
 def series(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """(length, GB/s) of each subject and of the read, over cells that differ only in length."""
+    """(length, GB/s) of each subject and of a read of the same bytes, over cells that differ only in length."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
-        if row.get("decode") == GROUP:
-            for name, value in ((row["subject"], row["GB/s"]), ("read", row["read GB/s"])):
-                if value is not None:
-                    points.setdefault(name, {})[int(row["L"])] = value
+        if row.get("decode") == GROUP and row["GB/s"] is not None:
+            for name, value in ((row["subject"], row["GB/s"]), ("read", row["GB/s"] / row["share"])):
+                points.setdefault(name, {})[int(row["L"])] = value
     return {name: sorted(values.items()) for name, values in points.items()}
 
 

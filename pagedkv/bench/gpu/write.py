@@ -17,10 +17,10 @@ import numpy.typing as npt
 from ...layouts import LAYOUTS, KvFormat
 from ...operations.caches import write_kv
 from ...typing import KvDtype, Layout
-from ..contest import Call, Refused
+from ..contest import Call, Refused, contest
 from ..report import Row
 from .device import COPY_BYTES, QUICK_COPY_BYTES, Gpu, open_gpu
-from .measure import COPY, columns, contest_on
+from .measure import COPY, EMPTY, columns, on_gpu
 
 NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, DTYPE = 8, 128, 16, np.dtype(np.float16)
 
@@ -109,18 +109,22 @@ def measure(gpu: Gpu, case: Case, repeats: int, progress: Callable[[str], Any]) 
     problem = _Problem(gpu, case)
     subjects: dict[str, Callable[[], Call]] = {layout: partial(_pagedkv, problem, layout) for layout in LAYOUTS}
     subjects["torch index"] = partial(_torch_index, problem)
-    result = contest_on(
-        gpu,
+    result = contest(
         subjects,
+        {EMPTY: partial(gpu.read, 0), COPY: gpu.copy},
         lambda written: problem.differing(*written),
         0,
         repeats,
-        lambda name: progress(f"write, {case.name}: {name}"),
+        timer=on_gpu(gpu),
+        progress=lambda name: progress(f"write, {case.name}: {name}"),
     )
+    copies = result.seconds(COPY)
+    least = copies and copies * case.num_bytes / (2 * gpu.copy_bytes)
     shape = {"write": case.name, "T": case.num_tokens, "Hkv": NUM_KV_HEADS, "D": HEAD_DIM, "P": BLOCK_SIZE}
     shape |= {"of": DTYPE.name, "kv": case.kv_dtype or DTYPE.name}
     return [
-        shape | columns(gpu, result, name, case.num_bytes, COPY) | {"note": result.notes.get(name)} for name in subjects
+        shape | columns(result, name, case.num_bytes, COPY, least) | {"note": result.notes.get(name)}
+        for name in subjects
     ]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from ...support.problems import as_torch
 
-COLD_MS, COPY_MS, READ_MS = 100.0, 2.0, 0.8
+COLD_MS, COPY_MS, READ_MS, EMPTY_MS = 100.0, 2.0, 0.8, 0.002
 
 
 class FakeGpu:
@@ -60,9 +60,9 @@ class FakeGpu:
         self.trace.append("copy")
         self.clock += COPY_MS
 
-    def read(self):
-        self.trace.append("read")
-        self.clock += READ_MS
+    def read(self, num_bytes, turns=1):
+        self.trace.append("read" if num_bytes else "empty launch")
+        self.clock += EMPTY_MS + READ_MS * num_bytes / self.copy_bytes
 
     def capture(self, call, times):
         return lambda: [call() for _ in range(times)]

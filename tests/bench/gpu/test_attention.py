@@ -13,7 +13,7 @@ from pagedkv.bench.gpu import decode, decode_peers, prefill, prefill_peers
 from pagedkv.bench.gpu.arrays import GpuProblem
 from pagedkv.bench.problem import BenchProblem, Cell
 
-from .fake_gpu import COPY_MS, READ_MS, FakeGpu
+from .fake_gpu import COPY_MS, EMPTY_MS, READ_MS, FakeGpu
 
 pytestmark = pytest.mark.usefixtures("one_launch")
 BENCHES = {"decode": (decode, decode_peers), "prefill": (prefill, prefill_peers)}
@@ -42,9 +42,9 @@ def test_a_quick_run_has_everything(fake_gpu, what):
     assert [next(iter(row)) for row in rows] == ["device", *of_cells, *launches]
     assert list(rows[1])[-1] == "note"
     assert {row["note"] for row in rows if row.get("subject") in peers.OURS} == {None}
-    assert rows[0]["read GB/s"] == pytest.approx(fake_gpu.copy_bytes / READ_MS / 1e6)
+    assert rows[0]["read GB/s"] == pytest.approx(fake_gpu.copy_bytes / (EMPTY_MS + READ_MS) / 1e6)
     assert rows[0]["copy GB/s"] == pytest.approx(2 * fake_gpu.copy_bytes / COPY_MS / 1e6)
-    assert rows[0]["empty us"] == 0
+    assert (rows[0]["empty us"], rows[0]["empty launch us"]) == (0, pytest.approx(EMPTY_MS * 1e3))
 
 
 @over_benches
@@ -167,7 +167,8 @@ def test_what_a_launch_costs(monkeypatch):
         {"call us": 500, "replay us": 500, "kernel us": 500}
     )
     assert result["replay adds us"] == pytest.approx(0)
-    assert result["host us"] > 0
+    assert 0 < result["host p10 us"] <= result["host us"] <= result["host p90 us"] <= result["host p99 us"]
+    assert result["thread us"] > 0
 
     def capture(call, times):
         raise RuntimeError("cannot be captured")

@@ -12,11 +12,11 @@ from pagedkv.bench.gpu import device
 from pagedkv.bench.gpu.device import CupyGpu, TorchGpu, driver_version, open_gpu
 from pagedkv.cuda import driver
 from pagedkv.errors import BackendUnavailableError
-from pagedkv.kernels.read import BLOCK_BYTES
+from pagedkv.kernels.read import TURN_BYTES
 
 from ...support.device_fakes import recording
 
-L2_BYTES, NUM_BYTES = 1000, 2 * BLOCK_BYTES
+L2_BYTES, NUM_BYTES = 1000, 8 * TURN_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_facts_of_a_gpu_from_torch_and_cupy(of_torch, of_cupy):
         assert facts == {"device": "a GPU", **versions, "L2 MiB": L2_BYTES / 2**20}
         assert gpu.num_multiprocessors == 132
         # Two buffers to copy between, sums of what is read, and one of 8 times the cache to flush it.
-        sizes = [NUM_BYTES // 4, NUM_BYTES // 4, 2, 8 * L2_BYTES // 4]
+        sizes = [NUM_BYTES // 4, NUM_BYTES // 4, 8, 8 * L2_BYTES // 4]
         assert [call.args[0] for call in module.zeros.call_args_list] == sizes
 
 
@@ -112,7 +112,11 @@ def test_cupy_copies_and_captures(of_cupy):
     stream.end_capture.return_value.launch.assert_called_once_with(module.cuda.get_current_stream.return_value)
 
 
-def test_both_read_on_the_current_stream(of_torch, of_cupy):
+@pytest.mark.parametrize(
+    ("num_bytes", "turns", "launched"),
+    [(NUM_BYTES, 4, (2, 4)), (NUM_BYTES, 1, (8, 1)), (TURN_BYTES + 1, 1, (2, 1)), (0, 1, (1, 0))],
+)
+def test_both_read_on_the_current_stream(of_torch, of_cupy, num_bytes, turns, launched):
     (gpu, module), sources = of_torch, []
     module.cuda.current_stream.return_value.cuda_stream = 5
     sources.append((gpu, 5, gpu._source.data_ptr(), gpu._sums.data_ptr()))
@@ -121,9 +125,10 @@ def test_both_read_on_the_current_stream(of_torch, of_cupy):
     sources.append((gpu, 7, gpu._source.data.ptr, gpu._sums.data.ptr))
     for gpu, stream, source, sums in sources:
         with recording() as devices:
-            gpu.read()
+            gpu.read(num_bytes, turns)
         ((kernel, grid, args, shared_bytes),) = devices[0, stream].launches
-        assert (kernel.entry, grid, args, shared_bytes) == ("pagedkv_read", (2, 1, 1), (source, sums), 0)
+        assert (kernel.entry, grid, args[:2], shared_bytes) == ("pagedkv_read", (launched[0], 1, 1), (source, sums), 0)
+        assert args[2] == launched[1]
 
 
 def test_events_of_torch_and_cupy_measure_milliseconds(of_torch, of_cupy):

@@ -9,19 +9,19 @@ from pagedkv.__main__ import main
 from pagedkv.bench.gpu import decode, plot
 
 
-def row(length, subject, bandwidth, copied=3000.0, group="lengths"):
+def row(length, subject, bandwidth, share=0.5, group="lengths"):
     shape = {"decode": group, "B": 8, "Hq": 32, "Hkv": 8, "D": 128, "L": str(length), "P": 16, "kv": "float16"}
-    return shape | {"subject": subject, "GB/s": bandwidth, "read GB/s": copied}
+    return shape | {"subject": subject, "GB/s": bandwidth, "share": bandwidth and share}
 
 
 ROWS = [
     {"device": "a GPU"},
     row(2048, "split NHD", 2000.0),
     row(2048, "v1", None),
-    row(128, "split NHD", 500.0, 2900.0),
-    row(128, "v1", 100.0, 2900.0),
+    row(128, "split NHD", 500.0),
+    row(128, "v1", 100.0, 0.1),
     row(64, "split NHD", 9.0, group="pages"),
-    row(8192, "v1", None, None),
+    row(8192, "v1", None),
     {"launch": "v1"},
 ]
 
@@ -29,7 +29,7 @@ ROWS = [
 def test_bandwidth_by_length_of_cells_that_differ_in_nothing_else():
     assert plot.series(ROWS) == {
         "split NHD": [(128, 500.0), (2048, 2000.0)],
-        "read": [(128, 2900.0), (2048, 3000.0)],
+        "read": [(128, 1000.0), (2048, 4000.0)],
         "v1": [(128, 100.0)],
     }
 
@@ -42,7 +42,7 @@ def test_every_series_is_a_line(monkeypatch):
     axes = matplotlib.Figure.return_value.add_subplot.return_value
     assert {call.kwargs["label"]: call.args for call in axes.plot.call_args_list} == {
         "split NHD": ((128, 2048), (500.0, 2000.0)),
-        "read": ((128, 2048), (2900.0, 3000.0)),
+        "read": ((128, 2048), (1000.0, 4000.0)),
         "v1": ((128,), (100.0,)),
     }
     assert matplotlib.FigureCanvasAgg.return_value.print_figure.call_args.args == ("here.png",)

@@ -9,7 +9,7 @@ from pagedkv.__main__ import main
 from pagedkv.bench.gpu import write
 from pagedkv.bench.gpu.write import BLOCK_SIZE, CASES, QUICK_CASES, Case
 
-from .fake_gpu import FakeGpu
+from .fake_gpu import COPY_MS, FakeGpu
 
 
 def quietly(text):
@@ -53,7 +53,8 @@ def test_a_share_is_that_of_a_copy_which_reads_and_writes_too(monkeypatch):
     monkeypatch.setattr(write, "write_kv", write_kv)
     row = write.measure(gpu, QUICK_CASES[0], 1, quietly)[0]
     assert row["GB/s"] == pytest.approx(QUICK_CASES[0].num_bytes / 0.1e6)
-    assert row["share"] == row["GB/s"] / row["copy GB/s"]
+    assert row["copy us"] == pytest.approx(COPY_MS * 1e3 * QUICK_CASES[0].num_bytes / (2 * gpu.copy_bytes))
+    assert row["share"] == pytest.approx(row["copy us"] / row["us"])
 
 
 def test_a_wrong_element_is_counted_and_nothing_is_timed(monkeypatch):
