@@ -48,6 +48,12 @@ def cells() -> list[Cell]:
         *(Cell("heads", (2048,) * 32, num_kv_heads=num_kv_heads) for num_kv_heads in (32, 4, 2)),
         *(Cell("lengths", (2**n,) * 8) for n in range(7, 18, 2)),
         *(Cell("one", (length,)) for length in (1024, 8192, 131072)),
+        *(
+            Cell("serving", (1024 << n,) * num_seqs, dtype="bfloat16", kv_dtype=kv)
+            for kv in (None, "fp8_e4m3")
+            for num_seqs in (1, 8)
+            for n in range(6)
+        ),
         Cell("ragged", (*(1,) * 16, 100_000, *(1,) * 15)),
         Cell("ragged", _draw_lengths(32, 16384)),
         *(Cell("fp8", (length,) * 32, kv_dtype=kv) for kv in ("fp8_e4m3", "fp8_e5m2") for length in (2048, 8192)),

@@ -24,7 +24,8 @@ TRITON_TILES = (32, 64, 128)
 TRITON_WAVES = (2, 4, 8)
 TRITON_WARPS, TRITON_STAGES = 4, 3
 FLASHINFER_WORKSPACE = 2**28
-VLLM_PARTITION = 512
+# What vLLM's backend gives its kernel: segments of a sequence, and the thread blocks below which a step has any.
+VLLM_SEGMENTS, VLLM_FEW = 16, 128
 
 Subject = Callable[[GpuProblem], Call]
 
@@ -91,13 +92,18 @@ def flex(problem: GpuProblem) -> Call:
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
-def _flashinfer(problem: GpuProblem, *, tensor_cores: bool) -> Call:
-    """BatchDecodeWithPagedKVCacheWrapper in layout NHD, planned in advance: only run() is timed."""
+def _flashinfer(problem: GpuProblem, backend: str) -> Call:
+    """BatchDecodeWithPagedKVCacheWrapper in layout NHD, planned in advance: only run() is timed.
+
+    The backend "cuda cores" takes none of its own; "fa2" and "fa3" are those on tensor cores.
+    """
     import flashinfer
 
     cell, (k, v) = problem.cell, problem.fp8_view()
-    workspace = problem.gpu.array(np.zeros(FLASHINFER_WORKSPACE, np.uint8))
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    on_cores = (
+        {"use_tensor_cores": False} if backend == "cuda cores" else {"use_tensor_cores": True, "backend": backend}
+    )
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace(problem), "NHD", **on_cores)
     wrapper.plan(
         *map(problem.gpu.array, problem.pages()),
         *(cell.num_heads, cell.num_kv_heads, cell.head_dim, cell.block_size),
@@ -106,6 +112,61 @@ def _flashinfer(problem: GpuProblem, *, tensor_cores: bool) -> Call:
         kv_data_type=k.dtype,
     )
     return lambda: wrapper.run(problem.q, (k, v))
+
+
+def _xqa(problem: GpuProblem) -> Call:
+    """FlashInfer's XQA, from TensorRT-LLM: it needs no plan, and pages of 16 to 128 tokens."""
+    import flashinfer
+
+    cell, out, xqa = problem.cell, problem.new_out(), flashinfer.decode.xqa_batch_decode_with_kv_cache
+    inputs = (problem.q, problem.fp8_view(), flashinfer_workspace(problem), problem.block_tables, problem.seq_lens)
+    scales = {"bmm1_scale": cell.head_dim**-0.5, "bmm2_scale": 1.0}
+    return lambda: xqa(*inputs, max(cell.seq_lens), **scales, kv_layout="NHD", out=out)
+
+
+def flashinfer_workspace(problem: GpuProblem) -> Any:
+    """A workspace of FlashInfer's, which has to be zero when it is first used."""
+    return problem.gpu.array(np.zeros(FLASHINFER_WORKSPACE, np.uint8))
+
+
+def cudnn_sdpa(problem: GpuProblem, *, paged: bool) -> Call:
+    """cuDNN's SDPA by its own frontend, on pages in HND or on dense K and V; its graph is built in advance."""
+    import cudnn
+    import torch
+
+    cell, q = problem.cell, problem.dense_q.transpose(1, 2)
+    if cell.kv_dtype:
+        raise Refused("no fp8 cache under 16-bit queries")
+    k, v = problem.hnd if paged else problem.dense
+    out = torch.empty_like(problem.dense_q).transpose(1, 2)
+    types, lens = cudnn.data_type, (len(cell.seq_lens), 1, 1, 1)
+    handle = cudnn.create_handle()
+    cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream().cuda_stream)
+    graph = cudnn.pygraph(
+        io_data_type={torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}[q.dtype],
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        handle=handle,
+    )
+    arrays = {"q": q, "k": k, "v": v}
+    options: dict[str, bool | int] = {"use_causal_mask_bottom_right": problem.is_masked}
+    if paged:
+        tables = problem.block_tables[:, None, :, None]
+        arrays |= {"paged_attention_k_table": tables, "paged_attention_v_table": tables}
+        arrays |= {"seq_len_q": problem.query_starts.diff().view(lens), "seq_len_kv": problem.seq_lens.view(lens)}
+        options |= {"use_padding_mask": True, "paged_attention_max_seq_len_kv": max(cell.seq_lens)}
+    tensors = {name: graph.tensor_like(array) for name, array in arrays.items()}
+    result, _ = graph.sdpa(**tensors, **options, name="sdpa", is_inference=True, attn_scale=cell.head_dim**-0.5)
+    result.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride()))
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=out.device)
+    buffers = {tensors[name]: array for name, array in arrays.items()} | {result: out}
+
+    def call() -> Any:
+        graph.execute(buffers, workspace, handle=handle)
+        return out.transpose(1, 2)
+
+    return call
 
 
 def _flash_attention(problem: GpuProblem, *, version: int) -> Call:
@@ -151,30 +212,44 @@ def fastest(gpu: Gpu, calls: list[Call]) -> Call:
     return min(calls, key=seconds)
 
 
-def _vllm(problem: GpuProblem, *, version: int) -> Call:
-    """vLLM's paged_attention_v1 and v2, of a version that still has them."""
+def vllm_unified(problem: GpuProblem) -> Call:
+    """vLLM's Triton kernel on the pages, which serves prefill and decode; few sequences of a step in segments."""
     import torch
-    from vllm import _custom_ops as ops
 
-    cell, out = problem.cell, problem.new_out()
-    k, v = problem.vllm
-    longest = max(cell.seq_lens)
-    one = torch.ones((), dtype=torch.float32, device=out.device)
-    last = (cell.num_kv_heads, cell.head_dim**-0.5, problem.block_tables, problem.seq_lens, cell.block_size, longest)
-    inputs = (problem.q, k, v, *last, None, cell.kv_dtype or "auto", one, one)
-    if version == 1:
-        operation, outputs = ops.paged_attention_v1, [out]
-    else:
-        shape = (*out.shape[:2], -(-longest // VLLM_PARTITION))
+    cell, (k, v), unified_attention = problem.cell, problem.fp8_view(), _unified_attention()
+    out = problem.new_out()
+    one = torch.ones((len(cell.seq_lens), cell.num_kv_heads), dtype=torch.float32, device=out.device)
+    arguments = {
+        **{"q": problem.q, "k": k, "v": v, "out": out, "block_table": problem.block_tables},
+        **{"cu_seqlens_q": problem.query_starts, "max_seqlen_q": max(cell.query_lens)},
+        **{"seqused_k": problem.seq_lens, "max_seqlen_k": max(cell.seq_lens)},
+        **{"softmax_scale": cell.head_dim**-0.5, "causal": cell.causal, "window_size": (-1, -1), "softcap": 0.0},
+        **{"q_descale": None, "k_descale": one, "v_descale": one},
+    }
+    if max(cell.query_lens) == 1:  # as its backend plans a step
+        shape = (len(cell.seq_lens), cell.num_heads, VLLM_SEGMENTS)
         sums, largest = (torch.empty(shape, dtype=torch.float32, device=out.device) for _ in range(2))
-        parts = torch.empty((*shape, cell.head_dim), dtype=out.dtype, device=out.device)
-        operation, outputs = ops.paged_attention_v2, [out, sums, largest, parts]
+        parts = torch.empty((*shape, 1 << (cell.head_dim - 1).bit_length()), dtype=torch.float32, device=out.device)
+        arguments |= {"seq_threshold_3D": VLLM_FEW // cell.num_kv_heads, "num_par_softmax_segments": VLLM_SEGMENTS}
+        arguments |= {"softmax_segm_output": parts, "softmax_segm_max": largest, "softmax_segm_expsum": sums}
 
     def call() -> Any:
-        operation(*outputs, *inputs)
+        unified_attention(**arguments)
         return out
 
     return call
+
+
+def _unified_attention() -> Callable[..., None]:
+    """Import vLLM's kernel from its current or its older place."""
+    import vllm  # noqa: F401
+
+    try:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    except ModuleNotFoundError:
+        from vllm.attention.ops.triton_unified_attention import unified_attention
+    result: Callable[..., None] = unified_attention
+    return result
 
 
 FIRST = "split NHD"
@@ -189,13 +264,15 @@ PEERS = with_torch(
         "SDPA": sdpa,
         "SDPA rows": _sdpa_rows,
         "FlexAttention": flex,
-        "FlashInfer": partial(_flashinfer, tensor_cores=False),
-        "FlashInfer TC": partial(_flashinfer, tensor_cores=True),
+        "cuDNN": partial(cudnn_sdpa, paged=True),
+        "FlashInfer": partial(_flashinfer, backend="cuda cores"),
+        "FlashInfer fa2": partial(_flashinfer, backend="fa2"),
+        "FlashInfer fa3": partial(_flashinfer, backend="fa3"),
+        "FlashInfer XQA": _xqa,
         "Triton": _triton,
         "FlashAttention 2": partial(_flash_attention, version=2),
         "FlashAttention 3": partial(_flash_attention, version=3),
-        "vLLM v1": partial(_vllm, version=1),
-        "vLLM v2": partial(_vllm, version=2),
+        "vLLM Triton": vllm_unified,
     }
 )
 SUBJECTS = OURS | PEERS

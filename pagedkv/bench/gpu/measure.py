@@ -23,7 +23,10 @@ SAMPLE_SECONDS = 1e-3
 MOST_LAUNCHES = 50
 FEW_TOKENS = 16  # query tokens of a sequence up to which reading K and V takes most of the time
 # The peers' packages, for the versions in the header.
-PACKAGES = ("torch", "cupy", "triton", "flashinfer-python", "flash-attn", "flash-attn-3", "vllm", "numba-cuda")
+PACKAGES = (
+    *("torch", "cupy", "triton", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "flashinfer-python"),
+    *("flash-attn", "flash-attn-3", "vllm", "numba-cuda"),
+)
 
 Subjects = Mapping[str, Callable[[GpuProblem], Call]]
 

@@ -40,6 +40,11 @@ def cells() -> list[Cell]:
         ),
         _equal_cell("chunk", 1, 2048, 32768),
         _equal_cell("chunk", 4, 512, 8192),
+        *(
+            _equal_cell("chunk", 1, 512, cached + 512, num_heads=4 * num_kv_heads, num_kv_heads=num_kv_heads)
+            for num_kv_heads in (8, 1)
+            for cached in (8192, 32768)
+        ),
         _mixed_cell(2048, 6144, 64, 4096),
         *(
             _equal_cell("dims", 4, 4096, 4096, head_dim=d, num_heads=h, num_kv_heads=h // 4)

@@ -7,9 +7,7 @@ becomes the reason in its row. What does not depend on K and V is made before: p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from ...operations.attention import prefill_attention
 from ...typing import Layout
 from ..contest import Call
 from .arrays import GpuProblem
-from .decode_peers import FLASHINFER_WORKSPACE, Subject, flex, sdpa, with_torch
+from .decode_peers import Subject, cudnn_sdpa, flashinfer_workspace, flex, sdpa, vllm_unified, with_torch
 
 
 def _pagedkv(problem: GpuProblem, layout: Layout) -> Call:
@@ -66,13 +64,12 @@ def _flash_attention_3(problem: GpuProblem) -> Call:
     )
 
 
-def _flashinfer(problem: GpuProblem) -> Call:
+def _flashinfer(problem: GpuProblem, backend: str) -> Call:
     """BatchPrefillWithPagedKVCacheWrapper in layout NHD, planned in advance: only run() is timed."""
     import flashinfer
 
     cell, (k, v) = problem.cell, problem.fp8_view()
-    workspace = problem.gpu.array(np.zeros(FLASHINFER_WORKSPACE, np.uint8))
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(flashinfer_workspace(problem), "NHD", backend=backend)
     wrapper.plan(
         problem.query_starts,
         *map(problem.gpu.array, problem.pages()),
@@ -84,40 +81,6 @@ def _flashinfer(problem: GpuProblem) -> Call:
     return lambda: wrapper.run(problem.q, (k, v))
 
 
-def _vllm(problem: GpuProblem) -> Call:
-    """vLLM's Triton kernel, which serves prefill and decode."""
-    import torch
-
-    cell, (k, v), unified_attention = problem.cell, problem.fp8_view(), _unified_attention()
-    out = problem.new_out()
-    one = torch.ones((len(cell.seq_lens), cell.num_kv_heads), dtype=torch.float32, device=out.device)
-    arguments = {
-        **{"q": problem.q, "k": k, "v": v, "out": out, "block_table": problem.block_tables},
-        **{"cu_seqlens_q": problem.query_starts, "max_seqlen_q": max(cell.query_lens)},
-        **{"seqused_k": problem.seq_lens, "max_seqlen_k": max(cell.seq_lens)},
-        **{"softmax_scale": cell.head_dim**-0.5, "causal": cell.causal, "window_size": (-1, -1), "softcap": 0.0},
-        **{"q_descale": None, "k_descale": one, "v_descale": one},
-    }
-
-    def call() -> Any:
-        unified_attention(**arguments)
-        return out
-
-    return call
-
-
-def _unified_attention() -> Callable[..., None]:
-    """Import vLLM's kernel from its current or its older place."""
-    import vllm  # noqa: F401
-
-    try:
-        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
-    except ModuleNotFoundError:
-        from vllm.attention.ops.triton_unified_attention import unified_attention
-    result: Callable[..., None] = unified_attention
-    return result
-
-
 FIRST = "prefill NHD"
 OURS: dict[str, Subject] = {
     FIRST: partial(_pagedkv, layout="NHD"),
@@ -127,12 +90,15 @@ FLASH_ATTENTION_2 = "FlashAttention 2"
 PEERS = with_torch(
     {
         "SDPA": sdpa,
+        "cuDNN": partial(cudnn_sdpa, paged=True),
+        "cuDNN dense": partial(cudnn_sdpa, paged=False),
         "FlexAttention": flex,
         FLASH_ATTENTION_2: _flash_attention_2,
         "FlashAttention 2 cache": _flash_attention_2_cache,
         "FlashAttention 3": _flash_attention_3,
-        "FlashInfer": _flashinfer,
-        "vLLM Triton": _vllm,
+        "FlashInfer fa2": partial(_flashinfer, backend="fa2"),
+        "FlashInfer fa3": partial(_flashinfer, backend="fa3"),
+        "vLLM Triton": vllm_unified,
     }
 )
 SUBJECTS = OURS | PEERS

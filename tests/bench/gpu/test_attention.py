@@ -53,11 +53,11 @@ def test_a_missing_package_is_reported_once(fake_gpu, monkeypatch, what):
     monkeypatch.setattr(fake_gpu, "framework", "torch")
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     groups = {"decode": ["lengths"], "prefill": ["verify", "full"]}[what]
-    chosen = {"quick": True, "groups": groups, "subjects": [peers.FIRST, "FlashInfer"]}
+    chosen = {"quick": True, "groups": groups, "subjects": [peers.FIRST, "FlashInfer fa3"]}
     rows = bench.run(repeats=1, progress=quietly, **chosen)
     assert [(row["subject"], row["note"]) for row in rows[1:]] == [
         (peers.FIRST, None),
-        ("FlashInfer", "flashinfer is not installed"),
+        ("FlashInfer fa3", "flashinfer is not installed"),
         (peers.FIRST, None),
     ]
 

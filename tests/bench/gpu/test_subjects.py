@@ -1,7 +1,7 @@
 """The arguments that subjects of the attention benches get, checked by fakes of their libraries."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -155,11 +155,17 @@ def test_flash_attention_gets_the_pages_of_a_step(monkeypatch, version, package,
     assert note(f"FlashAttention {version}", FP8_STEP) == "no fp8 cache under 16-bit queries"
 
 
+OPTIONS_OF_FLASHINFER = [
+    more | {"backend": backend} for backend in ("fa2", "fa3") for more in ({}, {"use_tensor_cores": True})
+]
+
+
 class FakeFlashInfer:
     """Takes plan's arrays as FlashInfer's documentation says: of prefill and of decode, whose queries are one each."""
 
     def __init__(self, workspace, kv_layout, **options):
         assert (workspace.dtype, kv_layout) == (torch.uint8, "NHD")
+        assert options in ({"use_tensor_cores": False}, *OPTIONS_OF_FLASHINFER)
 
     def plan(self, *arrays, q_data_type, kv_data_type, causal=True, pos_encoding_mode="NONE"):
         *starts, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arrays
@@ -181,40 +187,141 @@ class FakeFlashInfer:
 
 @pytest.mark.parametrize("cell", [RAGGED, FULL, FP8, STEP, FP8_STEP], ids=str)
 def test_flashinfer_gets_the_pages(monkeypatch, cell):
-    names = ["FlashInfer", "FlashInfer TC"] if peers_of(cell) is decode_peers else ["FlashInfer"]
+    names = [name for name in peers_of(cell).PEERS if "FlashInfer" in name and "XQA" not in name]
+    assert names[-2:] == ["FlashInfer fa2", "FlashInfer fa3"]
     wrappers = [f"Batch{operation}WithPagedKVCacheWrapper" for operation in ("Prefill", "Decode")]
     install(monkeypatch, "flashinfer", **dict.fromkeys(wrappers, FakeFlashInfer))
-    for peers in (decode_peers, prefill_peers):
-        assert peers.FLASHINFER_WORKSPACE > 2**27  # what its documentation asks for
-        monkeypatch.setattr(peers, "FLASHINFER_WORKSPACE", 16)
+    monkeypatch.setattr(decode_peers, "FLASHINFER_WORKSPACE", 16)
     assert set(notes(names, cell)) == {None}
+
+
+def test_workspaces_of_flashinfer_are_zero_and_as_large_as_its_documentation_asks_for():
+    workspace = decode_peers.flashinfer_workspace(GpuProblem(FakeGpu("torch"), BenchProblem(STEP)))
+    assert len(workspace) > 2**27
+    assert not workspace[:: 2**20].any()
+
+
+@pytest.mark.parametrize("cell", [STEP, FP8_STEP], ids=str)
+def test_xqa_gets_the_pages(monkeypatch, cell):
+    def xqa(q, kv, workspace, tables, lens, longest, *, bmm1_scale, bmm2_scale, kv_layout, out):
+        assert (longest, bmm1_scale, bmm2_scale, kv_layout) == (int(lens.max()), 64**-0.5, 1.0, "NHD")
+        out[...] = sdpa_of_pages(q, kv, tables, lens, torch.arange(len(q) + 1), True)
+        return out
+
+    install(monkeypatch, "flashinfer", decode=SimpleNamespace(xqa_batch_decode_with_kv_cache=xqa))
+    monkeypatch.setattr(decode_peers, "FLASHINFER_WORKSPACE", 16)
+    assert note("FlashInfer XQA", cell) is None
+
+
+class FakeCudnn:
+    """The module and a graph of it, as far as SDPA needs them: tensors of the graph are (shape, strides)."""
+
+    data_type = SimpleNamespace(HALF="half", BFLOAT16="bfloat16", FLOAT="float")
+    heur_mode = SimpleNamespace(A="A", FALLBACK="fallback")
+
+    class Tensor:
+        def __init__(self, like=None):
+            self.like = like
+
+        def set_output(self, is_output):
+            return self
+
+        def set_dim(self, shape):
+            self.shape = shape
+            return self
+
+        def set_stride(self, strides):
+            self.strides = strides
+            return self
+
+    def create_handle(self):
+        return "handle"
+
+    def set_stream(self, handle, stream):
+        assert (handle, stream) == ("handle", 7)
+
+    def pygraph(self, io_data_type, intermediate_data_type, compute_data_type, handle):
+        assert (intermediate_data_type, compute_data_type, handle) == ("float", "float", "handle")
+        self.io_data_type = io_data_type
+        return self
+
+    def tensor_like(self, array):
+        return self.Tensor(array)
+
+    def sdpa(self, name, is_inference, attn_scale, **options):
+        assert (name, is_inference, attn_scale) == ("sdpa", True, 64**-0.5)
+        self.options, self.result = options, self.Tensor()
+        return self.result, None
+
+    def build(self, modes):
+        assert modes == ["A", "fallback"]
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, buffers, workspace, handle):
+        given = {name: buffers[x] for name, x in self.options.items() if isinstance(x, self.Tensor)}
+        q, k, v = (given.pop(name) for name in "qkv")
+        out, rest = buffers[self.result], {**self.options, **given}
+        assert (self.result.shape, self.result.strides) == (list(out.shape), list(out.stride()))
+        assert self.io_data_type == {torch.float16: "half", torch.bfloat16: "bfloat16"}[q.dtype]
+        causal = rest.pop("use_causal_mask_bottom_right")
+        lens = [k.shape[2]] * len(q)
+        if "use_padding_mask" in rest:
+            tables, lens = rest["paged_attention_k_table"], rest["seq_len_kv"].flatten().tolist()
+            assert tables is rest["paged_attention_v_table"]
+            assert (rest["seq_len_q"] == q.shape[2]).all()
+            assert rest["paged_attention_max_seq_len_kv"] == max(lens)
+            k, v = (x[tables[:, 0, :, 0].long()].transpose(1, 2).flatten(2, 3) for x in (k, v))
+        for i, length in enumerate(lens):
+            keys = [x[i, :, :length].transpose(0, 1) for x in (k, v)]
+            out[i] = sdpa(q[i].transpose(0, 1), *keys, causal).transpose(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("cuDNN", cell) for cell in (STEP, EQUAL_STEP, EQUAL, FULL)] + [("cuDNN dense", EQUAL), ("cuDNN dense", FULL)],
+    ids=str,
+)
+def test_cudnn_gets_pages_and_dense_keys(monkeypatch, name, cell):
+    fake = FakeCudnn()
+    monkeypatch.setitem(sys.modules, "cudnn", fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    assert note(name, cell) is None
+    assert note("cuDNN", FP8_STEP) == "no fp8 cache under 16-bit queries"
+    assert note("cuDNN", RAGGED) == "dense q has sequences of one length"
 
 
 def unified_attention(
     *, q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size,
-    block_table, softcap, q_descale, k_descale, v_descale,
+    block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None, num_par_softmax_segments=None,
+    softmax_segm_output=None, softmax_segm_max=None, softmax_segm_expsum=None,
 ):  # fmt: skip
     """vLLM's arguments."""
     assert causal, "Only causal attention is supported"
     assert (window_size, softcap, q_descale, softmax_scale) == ((-1, -1), 0.0, None, 64**-0.5)
     assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(seqused_k.max()))
     assert k_descale.shape == v_descale.shape == (len(seqused_k), k.shape[2])
+    if max_seqlen_q == 1:
+        assert (seq_threshold_3D, num_par_softmax_segments) == (64, 16)
+        assert softmax_segm_output.shape == (*softmax_segm_max.shape, 64) == (*softmax_segm_expsum.shape, 64)
     out[...] = sdpa_of_pages(q, (k, v), block_table, seqused_k, cu_seqlens_q, causal)
 
 
 @pytest.mark.parametrize("where", ["vllm.v1.attention.ops", "vllm.attention.ops"])
 def test_vllm_gets_the_pages(monkeypatch, where):
     install(monkeypatch, f"{where}.triton_unified_attention", unified_attention=unified_attention)
-    assert [note("vLLM Triton", cell) for cell in (RAGGED, FP8)] == [None, None]
+    assert [note("vLLM Triton", cell) for cell in (RAGGED, FP8, STEP, FP8_STEP)] == [None] * 4
     assert note("vLLM Triton", FULL) == "AssertionError: Only causal attention is supported"
 
 
 def test_missing_packages_are_named(monkeypatch):
-    for package in ("flash_attn", "flash_attn_interface", "flashinfer", "vllm"):
+    for package in ("flash_attn", "flash_attn_interface", "flashinfer", "vllm", "cudnn"):
         monkeypatch.setitem(sys.modules, package, None)
-    names = ["FlashAttention 2", "FlashAttention 2 cache", "FlashAttention 3", "FlashInfer", "vLLM Triton"]
-    packages = ["flash_attn", "flash_attn", "flash_attn_interface", "flashinfer", "vllm"]
+    names = ["FlashAttention 2", "FlashAttention 2 cache", "FlashAttention 3", "FlashInfer fa3", "vLLM Triton", "cuDNN"]
+    packages = ["flash_attn", "flash_attn", "flash_attn_interface", "flashinfer", "vllm", "cudnn"]
     assert notes(names, EQUAL) == [f"{package} is not installed" for package in packages]
+    assert note("FlashInfer XQA", STEP) == "flashinfer is not installed"
 
 
 def test_the_fastest_configuration_is_chosen():
