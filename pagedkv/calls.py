@@ -18,6 +18,7 @@ from .arrays import Array
 from .layouts import CacheSpec
 from .placement import Placement
 from .typing import Kernel, KvDtype, Layout
+from .visible import Visible
 
 # One number for all KV heads, or a (num_kv_heads,) float32 array.
 Scale = npt.NDArray[np.float32] | float
@@ -44,18 +45,14 @@ class AttentionOptions:
     ----------
     scale : float
         Factor of ``q . k``; finite.
-    window : int or None
-        Keep only keys after ``position - window``; 1 to 2**31 - 1.
-    window_right : int or None
-        Keep only keys up to ``position + window_right``: 0 where the call is causal, as decode is.
+    visible : Visible
+        Which keys the rows see by their positions.
     softcap : float or None
         ``softcap * tanh(logit / softcap)``; positive and finite.
     alibi_slopes : (num_heads,) or (num_seqs, num_heads) float32 array or None
         Slopes of the linear biases, for all sequences or for each.
     sinks : (num_heads,) float32 array or None
         Logits of the attention sinks.
-    leftpad : (num_seqs,) int32 array or None
-        The first key of each sequence that is seen.
     mask : (n,) bool or uint8 array or None
         Which keys the rows see besides, as `prefill_attention` takes it.
     score_mod : callable or None
@@ -63,12 +60,10 @@ class AttentionOptions:
     """
 
     scale: float
-    window: int | None
-    window_right: int | None
+    visible: Visible
     softcap: float | None
     alibi_slopes: npt.NDArray[np.float32] | None
     sinks: npt.NDArray[np.float32] | None
-    leftpad: npt.NDArray[np.int32] | None
     mask: Array | None
     score_mod: Callable[..., Any] | None
 

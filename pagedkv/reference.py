@@ -173,9 +173,8 @@ def prefill_attention(
         if seq_len == 0:  # decode only: an empty sequence has a row, and no sink either
             out[rows], lse[rows] = 0.0, -np.inf
             continue
-        visible = _visible(rows.stop - rows.start, seq_len, causal, window, window_right)
-        if leftpad is not None:
-            visible[:, : leftpad[seq]] = False
+        padding = 0 if leftpad is None else int(leftpad[seq])
+        visible = _visible(rows.stop - rows.start, seq_len, causal, window, window_right, padding)
         seen = visible.any(axis=0)
         first = int(seen.argmax()) if seen.any() else seq_len
         block_table = block_tables[seq].copy()
@@ -209,10 +208,12 @@ def prefill_attention(
     return (out, lse) if return_lse else out
 
 
-def _visible(num_rows: int, seq_len: int, causal: bool, window: int | None, window_right: int | None) -> Array:
+def _visible(
+    num_rows: int, seq_len: int, causal: bool, window: int | None, window_right: int | None, padding: int
+) -> Array:
     """Which keys each of the last num_rows tokens sees by its position, (num_rows, seq_len) bool."""
     q_pos, k_pos = np.arange(seq_len - num_rows, seq_len)[:, None], np.arange(seq_len)
-    visible = np.ones((num_rows, seq_len), bool)
+    visible = np.broadcast_to(k_pos >= padding, (num_rows, seq_len)).copy()
     if causal:
         visible &= k_pos <= q_pos
     if window is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pagedkv.cuda.plans.paged import num_partitions
 from pagedkv.kernels.paged.config import PARTITION_SIZE, WARP_SIZE, AttentionConfig
+from pagedkv.visible import Visible
 
 IMAGES = Path(__file__).parents[1] / "images"
 WIDTH = 760
@@ -223,9 +223,9 @@ def partitions() -> str:
     scale, left = 620 / capacity, 120
     parts = [title(20, 30, f"v2: a sequence of {seq_len} tokens in a table of {capacity}")]
     top = 60
-    for limit, words in ((None, "no window"), (window, f"window = {window}")):
-        first = 0 if limit is None else seq_len - limit
-        needed = num_partitions(capacity, limit or 2**31 - 1)
+    for visible, words in ((Visible(), "no window"), (Visible(window - 1), f"window = {window}")):
+        first = seq_len - visible.most_keys(seq_len)
+        needed = visible.most_units(PARTITION_SIZE, capacity)
         parts += [text(20, top + 18, words), text(20, top + 36, f"grid y = {needed}", 10, fill=GREY)]
         parts.append(box(left, top, capacity * scale, 28, WHITE, LINE))
         for y in range(needed):

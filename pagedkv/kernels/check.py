@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 from .device.bad_entries import BLOCK_ID, QUERY_START, SEQ_LEN, record
 from .device.intrinsics.thread import address
-from .device.language import cuda, int32, int64, types
+from .device.language import cuda, int32, int64, types, uint32
 from .device.source import KernelSource
+from .device.visible import VISIBLE, first_key
 
 NUM_THREADS = 128
 _INTS, _LONGS = types.CPointer(int32), types.CPointer(int64)
 SIGNATURE = types.void(
     *(_INTS, _INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, leftpad, report
-    *[int64] * 6,  # num_tokens, num_blocks, max_seq_len, block_size, window, table_stride in bytes
+    *[int64] * 4,  # num_tokens, num_blocks, max_seq_len, block_size
+    VISIBLE,
+    int64,  # table_stride in bytes
 )
 
 
@@ -35,14 +38,15 @@ def make_check_batch(config: CheckConfig) -> KernelSource:
 
     def check_batch(
         checked_lens, block_tables, seq_lens, query_starts, leftpad, report, num_tokens, num_blocks, max_seq_len,
-        block_size, window, table_stride,
+        block_size, visible, table_stride,
     ):  # fmt: skip
         seq, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
         start, stop, length = int64(0), int64(0), int64(seq_lens[seq])
-        first = length - window
+        position = length - 1
         if address(query_starts) != 0:
             start, stop = int64(query_starts[seq]), int64(query_starts[seq + 1])
-            first = length - (stop - start) + 1 - window
+            position = length - (stop - start)
+        first = int64(first_key(uint32(position), visible))
         if address(leftpad) != 0:
             padding = int64(leftpad[seq])
             first = max(first, padding if padding >= 0 else length)
@@ -53,7 +57,7 @@ def make_check_batch(config: CheckConfig) -> KernelSource:
             what, value = int64(QUERY_START), start
         elif stop < start or stop > num_tokens or stop - start > length:
             what, value = int64(QUERY_START), stop
-        column, end = max(first, int64(0)) // block_size + thread, int64(0)
+        column, end = first // block_size + thread, int64(0)
         if what == 0:
             end = (length + block_size - 1) // block_size
         row = seq * (table_stride // 4)

@@ -18,11 +18,11 @@ from ..layouts import FLOAT32, Geometry, KvFormat, cache_spec
 from ..placement import Placement, place
 from ..score_mod import python_function
 from ..typing import Kernel, KvDtype, Layout
+from ..visible import FURTHEST, Visible
 from . import cache_pair, require, values
 
 KERNELS = get_args(Kernel)
 _INT32 = np.dtype(np.int32)
-_INT32_MAX = 2**31 - 1
 _VECTORS = ("alibi_slopes", "sinks", "leftpad", "mask")
 _DTYPES = {
     "block_tables": _INT32,
@@ -69,21 +69,16 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     require.boolean("return_lse", a.return_lse)
     checked = require.check(a.check)
     scale = 1.0 / math.sqrt(geometry.head_dim) if a.scale is None else require.number("scale", a.scale)
-    window = None if a.window is None else _window(a.window)
-    window_right = _window_right(a.window_right, causal=bool(a.causal))
+    visible = _visible(a, placement.private_copy(views.get("leftpad")))
     softcap = None if a.softcap is None else require.number("softcap", a.softcap, positive=True)
     if "out" in views:
         require.writable("out", views["out"])
     score_mod = python_function(a.score_mod)
     capacity = views["block_tables"].shape[1] * geometry.block_size
     max_seq_len = capacity if a.max_seq_len is None else min(_max_seq_len(a.max_seq_len), capacity)
-    alibi_slopes, sinks, leftpad = (
-        placement.private_copy(views.get(name)) for name in ("alibi_slopes", "sinks", "leftpad")
-    )
+    alibi_slopes, sinks = (placement.private_copy(views.get(name)) for name in ("alibi_slopes", "sinks"))
     k_scale, v_scale = cache_pair.scales(a.k_scale, a.v_scale, views, kv_format, placement)
-    options = AttentionOptions(
-        scale, window, window_right, softcap, alibi_slopes, sinks, leftpad, views.get("mask"), score_mod
-    )  # fmt: skip
+    options = AttentionOptions(scale, visible, softcap, alibi_slopes, sinks, views.get("mask"), score_mod)
     out = views.pop("out", None)
     if out is not None:
         require.no_overlap("out", out, views.items())
@@ -95,29 +90,22 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
         if query_starts is not None:
             query_starts = placement.private_copy(query_starts)
             values.query_starts(query_starts, seq_lens, len(q))
-            if leftpad is not None:
-                values.leftpad(leftpad, seq_lens)
+            if visible.leftpad is not None:
+                values.leftpad(visible.leftpad, seq_lens)
             if options.mask is not None:
                 values.mask(options.mask, query_starts, seq_lens)
         num_used = -(-longest // geometry.block_size)
         block_tables = placement.private_copy(placement.columns(block_tables, num_used))
         used = block_tables[:, :num_used]
-        first_keys = _first_keys(options, seq_lens, query_starts)
-        values.block_tables("block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks, first_keys)
+        values.block_tables(
+            "block_tables", used, seq_lens, geometry.block_size, geometry.num_blocks,
+            lambda: visible.first_keys(seq_lens, 1 if query_starts is None else np.diff(query_starts)),
+        )  # fmt: skip
     spec = cache_spec(a.layout, kv_format, geometry)
     return AttentionCall(
         arguments, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
         k_scale, v_scale, options, str(a.kernel), bool(a.exact), checked,
     )  # fmt: skip
-
-
-def _first_keys(options: AttentionOptions, seq_lens: Array, query_starts: Array | None) -> Array | int:
-    """The first key of each sequence that windows and padding let a query see; negative numbers count as 0."""
-    first: Array | int = 0
-    if options.window is not None:
-        query_lens = 1 if query_starts is None else np.diff(query_starts)
-        first = seq_lens.astype(np.int64) - query_lens + 1 - options.window
-    return first if options.leftpad is None else np.maximum(first, options.leftpad)
 
 
 def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layout) -> None:
@@ -177,22 +165,23 @@ def _require_kernel(kernel: object, layout: str) -> None:
         raise ValueError(f'kernel "{kernel}" needs layout {needs}, got {layout}')
 
 
-def _window(window: object) -> int:
-    width = require.integer("window", window)
-    if width < 1:
-        raise ValueError(f"window must be at least 1, got {width}")
-    return min(width, _INT32_MAX)
+def _visible(a: AttentionArguments, leftpad: Array | None) -> Visible:
+    """The rule that window, window_right and causal give, with a valid leftpad."""
+    before, after = FURTHEST, 0 if a.causal else FURTHEST
+    if a.window is not None:
+        before = min(_tokens("window", a.window, 1) - 1, FURTHEST)
+    if a.window_right is not None:
+        if a.causal:
+            raise ValueError("window_right needs causal=False: a causal query sees no later key")
+        after = min(_tokens("window_right", a.window_right, 0), FURTHEST)
+    return Visible(before, after, leftpad)
 
 
-def _window_right(window: object, *, causal: bool) -> int | None:
-    if window is None:
-        return 0 if causal else None
-    if causal:
-        raise ValueError("window_right needs causal=False: a causal query sees no later key")
-    width = require.integer("window_right", window)
-    if width < 0:
-        raise ValueError(f"window_right must be at least 0, got {width}")
-    return min(width, _INT32_MAX)
+def _tokens(name: str, value: object, least: int) -> int:
+    number = require.integer(name, value)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def _max_seq_len(value: object) -> int:

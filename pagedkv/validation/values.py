@@ -5,6 +5,8 @@ The arrays are private copies that kernels will read, since another thread may w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..arrays import Array
@@ -34,15 +36,23 @@ def _largest(numbers: Array) -> int:
 
 
 def block_tables(
-    name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int, first_keys: Array | int = 0
+    name: str,
+    tables: Array,
+    lengths: Array,
+    block_size: int,
+    num_blocks: int,
+    first_keys: Callable[[], Array] | None = None,
 ) -> None:
-    """Raise IndexError if a used entry is not a block id; lengths are valid, and the longest uses all columns."""
+    """Raise IndexError if a used entry is not a block id; lengths are valid, and the longest uses all columns.
+
+    Entries before the block of a sequence's first key, if it is given, are not used.
+    """
     # Most tables are valid even in their unused entries: then one pass without a mask is enough.
     if _largest(tables) < num_blocks or not tables.size:
         return
     used = tables.view(_UINT32)
     num_used = -(-lengths.astype(np.int64) // block_size)
-    first = np.broadcast_to(first_keys, lengths.shape) // block_size
+    first = 0 * lengths if first_keys is None else first_keys() // block_size
     columns = np.arange(used.shape[1])
     bad = (used >= num_blocks) & (columns < num_used[:, None]) & (columns >= first[:, None])
     if bad.any():

@@ -9,6 +9,12 @@ DEVICE_BATCHES = "tests/cuda/plans/test_batch_plans.py::"
 
 MUTANTS = [
     Mutant(
+        "plans leave out the first key that rows see",
+        "- query_lens - self.before, 0)",
+        "- query_lens - self.before + 1, 0)",
+        "tests/test_visible.py",
+    ),
+    Mutant(
         "the kernel cache trusts a folder below one that others may write to",
         "if of_others and not (is_above and facts.st_mode & stat.S_ISVTX):",
         "if of_others and not is_above:",

@@ -62,14 +62,14 @@ MUTANTS = [
     ),
     Mutant(
         "the window is one key too wide",
-        "position - options.window + 1)",
-        "position - options.window)",
+        "max(padding, position - before)",
+        "max(padding, position - before - 1)",
         ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + DECODE,
     ),
     Mutant(
         "causal attention sees one later key",
-        "position + options.window_right + 1",
-        "position + options.window_right + 2",
+        "position + after + 1",
+        "position + after + 2",
         PREFILL_ORACLE,
     ),
     Mutant(
@@ -80,9 +80,15 @@ MUTANTS = [
     ),
     Mutant(
         "the first key behind the padding is hidden",
-        "first = np.int64(get_int32(options.leftpad + seq * 4)) if",
-        "first = np.int64(get_int32(options.leftpad + seq * 4)) + 1 if",
+        "padding = np.int64(get_int32(options.leftpad + seq * 4)) if",
+        "padding = np.int64(get_int32(options.leftpad + seq * 4)) + 1 if",
         "tests/operations/test_visible_keys.py::test_rows_see_the_keys_that_options_leave[cpu-padding]",
+    ),
+    Mutant(
+        "a sequence of padding alone has no split",
+        "- oldest, seq_lens > 0)",
+        "- oldest, 0)",
+        "tests/operations/test_visible_keys.py::test_a_sequence_of_padding_alone_gives_zeros[cpu]",
     ),
     Mutant(
         "the sink is left out",
@@ -140,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill: the last visible tile is left out",
-        "stop = min(length, first_position + num_tokens + options.window_right)",
-        "stop = min(length, first_position + num_tokens - 1 + options.window_right)",
+        "get_int32(scratch.stops + (num_rows - 1) * FLOAT_BYTES)",
+        "get_int32(scratch.stops + (num_rows - 1) * FLOAT_BYTES) - 1",
         PREFILL_ORACLE,
     ),
     Mutant(

@@ -34,8 +34,8 @@ MUTANTS = [
     ),
     Mutant(
         "v1: the window is one key too wide",
-        "max(seq_len - window, 0), seq_len",
-        "max(seq_len - window - 1, 0), seq_len",
+        "int64(first_key(uint32(seq_len - 1), visible)), seq_len",
+        "int64(first_key(uint32(seq_len - 2), visible)), seq_len",
         ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + V1,
     ),
     Mutant(

@@ -39,6 +39,18 @@ MUTANTS = [
         PIVOTS,
     ),
     Mutant(
+        "prefill: the window is one key too wide",
+        "int32(position) - int32(visible.before)",
+        "int32(position) - int32(visible.before) - int32(1)",
+        "tests/attention/test_lengths.py::test_windows_at_the_boundaries[emulator-prefill-CUDA cores]",
+    ),
+    Mutant(
+        "prefill: causal attention sees one later key",
+        "uint32(position + uint32(visible.after))",
+        "uint32(position + uint32(visible.after) + uint32(1))",
+        DRAWN + "[emulator-prefill-CUDA cores]",
+    ),
+    Mutant(
         "prefill: lengths out of range are not checked",
         "is_valid = length <= uint32(max_seq_len) and query_len <= length",
         "is_valid = True",

@@ -72,8 +72,8 @@ MUTANTS = [
     ),
     Mutant(
         "split: the window is one key too wide",
-        "visible = min(length, uint32(window))",
-        "visible = min(length, uint32(uint32(window) + uint32(1)))",
+        "first_key(uint32(length - 1), visible)",
+        "first_key(uint32(length - 2), visible)",
         ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + USUAL,
     ),
     Mutant(

@@ -13,6 +13,7 @@ from pagedkv.cpu import backend
 from pagedkv.cuda.plans.cache import OPTIONS
 from pagedkv.cuda.plans.gpu_plan import ARRAYS
 from pagedkv.operations import attention as operations
+from pagedkv.visible import Visible
 
 from ..support.problems import FLOATS
 from ..support.strategies import own_parity
@@ -88,9 +89,9 @@ def test_what_options_are_by_default(kernel):
         assert scale.dtype == np.float32
         assert scale.tolist() == [1.0] * HKV
     assert options.scale == 1 / math.sqrt(D)
-    assert options.window_right == 0
+    assert options.visible == Visible()
     assert kernel.call.exact is False
-    for name in ("window", "softcap", "alibi_slopes", "sinks", "score_mod"):
+    for name in ("softcap", "alibi_slopes", "sinks", "score_mod"):
         assert getattr(options, name) is None
 
 
@@ -99,9 +100,9 @@ def test_options_reach_the_kernel(kernel):
     flags = {"causal": False, "exact": True}
     prefill(scale=np.float32(0.5), window=np.int64(2**40), softcap=3, score_mod=own_parity, **flags, **vectors)
     options = kernel.call.options
-    assert (options.scale, options.softcap, options.window) == (0.5, 3.0, 2**31 - 1)
-    assert [type(x) for x in (options.scale, options.softcap, options.window)] == [float, float, int]
-    assert options.window_right is None
+    assert (options.scale, options.softcap) == (0.5, 3.0)
+    assert options.visible == Visible(2**31 - 1, 2**31 - 1)
+    assert [type(x) for x in (options.scale, options.softcap, *options.visible.scalars)] == [float, float, int, int]
     assert kernel.call.exact is True
     assert options.score_mod is own_parity
     for name, vector in vectors.items():

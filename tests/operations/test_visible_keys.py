@@ -38,6 +38,14 @@ def test_rows_see_the_keys_that_options_leave(backend, spec, options):
     assert_close(problem, *run(problem, backend=backend))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "emulator"])
+def test_a_sequence_of_padding_alone_gives_zeros(backend):
+    """Its length is a multiple of the tokens of a split."""
+    problem = build(SHORT.replace(seq_lens=(1024, 20), query_lens=(1, 20), leftpad=True))
+    problem.options["leftpad"][0] = 1024
+    assert_close(problem, *run(problem, backend=backend))
+
+
 def test_a_change_of_one_row_of_a_mask_changes_that_row_alone():
     problem = build(SHORT.replace(mask="bool"))
     before, _ = run(problem, backend="cpu")

@@ -12,12 +12,12 @@ from numba import float32, int32, int64, types
 from ...arrays import Array, address_of
 from ...calls import AttentionCall, mask_starts, per_head
 from ...layouts import FLOAT_DTYPES
+from ...visible import Visible
 from .steps.code import ELEMENT_BYTES
 from .steps.query_rows import Q_KINDS
 from .steps.widen import dim_places
 from .tiles import cache_strides
 
-NO_WINDOW = 2**62  # tokens
 _KIND_OF_DTYPE = {dtype: Q_KINDS.index(dtype.name) for dtype in FLOAT_DTYPES}
 NO_HEADS = np.empty(0, np.float32)
 # About how many times as long a call takes with a tanh for each logit, or with rows that lie dim by dim.
@@ -43,8 +43,7 @@ class Inputs(NamedTuple):
 class LogitOptions(NamedTuple):
     """How logits are changed and masked; a score_mod is not here but compiled into the kernel."""
 
-    window: int  # NO_WINDOW for none
-    window_right: int  # NO_WINDOW for none
+    visible: tuple[int, ...]  # the scalars of Visible
     softcap: np.float32  # 0 for none
     slopes: int  # the address of the ALiBi slopes, 0 for none
     slopes_stride: int  # from those of a sequence to those of the next: 0 where all share them
@@ -73,7 +72,7 @@ FIRST_TYPES = (
     *(int64, int64),
     types.NamedTuple([int64, int64, int64, types.UniTuple(int64, 2), int64, _STRIDES, _STRIDES, int64], Inputs),
     *(int32[:, ::1], int32[::1], int64[::1]),
-    types.NamedTuple([int64, int64, float32, *[int64] * 6], LogitOptions),
+    types.NamedTuple([types.UniTuple(int64, len(Visible().scalars)), float32, *[int64] * 6], LogitOptions),
     *(float32[::1], float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
 )
 
@@ -105,7 +104,7 @@ def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> 
         factors = (options.scale * call.k_scale).repeat(num_heads // spec.num_kv_heads)
     else:
         factors = np.full(num_heads, np.float32(options.scale) * np.float32(call.k_scale), np.float32)
-    slopes, leftpad, mask = options.alibi_slopes, options.leftpad, options.mask
+    slopes, leftpad, mask = options.alibi_slopes, options.visible.leftpad, options.mask
     starts = None
     if mask is not None:
         assert call.query_starts is not None
@@ -115,8 +114,7 @@ def make_arguments(call: AttentionCall, query_starts: npt.NDArray[np.int64]) -> 
         call.seq_lens,
         query_starts,
         LogitOptions(
-            window=NO_WINDOW if options.window is None else options.window,
-            window_right=NO_WINDOW if options.window_right is None else options.window_right,
+            visible=options.visible.scalars,
             softcap=np.float32(options.softcap or 0),
             slopes=_address(slopes),
             slopes_stride=0 if slopes is None or slopes.ndim == 1 else slopes.shape[1],

@@ -20,6 +20,7 @@ from numba import boolean, float32, int64, types
 from ...arrays import Array, address_of
 from ...calls import AttentionCall
 from ...kernel_cache.compile_thread import made_once
+from ...visible import Visible
 from ..compile import compile_kernel
 from ..threads import get_num_threads, run_items
 from .access import fetch_add, get_float, get_int32
@@ -192,16 +193,15 @@ SIGNATURE = (
 def plan_splits(
     seq_lens: npt.NDArray[np.int64],
     query_lens: npt.NDArray[np.int64],
-    window: int | None,
+    visible: Visible,
     num_heads: int,
 ) -> Splits:
-    """Cut sequences at multiples of SPLIT tokens, and leave out splits that no window reaches.
+    """Cut sequences at multiples of SPLIT tokens, and leave out splits before the first key that a row sees.
 
-    A sequence without query tokens has no splits.
+    A sequence without query tokens has no splits, and one that is nothing but padding has one.
     """
-    first_seen = 0 if window is None else np.maximum(seq_lens - query_lens + 1 - window, 0)
-    oldest = first_seen // SPLIT * np.ones_like(seq_lens)
-    counts = np.where(query_lens > 0, np.maximum(-(-seq_lens // SPLIT) - oldest, 0), 0)
+    oldest = visible.first_keys(seq_lens, query_lens) // SPLIT
+    counts = np.where(query_lens > 0, np.maximum(-(-seq_lens // SPLIT) - oldest, seq_lens > 0), 0)
     first = np.zeros(seq_lens.size + 1, np.int64)
     np.cumsum(counts, out=first[1:])
     seq = np.repeat(np.arange(seq_lens.size), counts)
@@ -261,7 +261,7 @@ def plan_few_tokens(
     """Plan a launch for the sequences whose entry of `query_lens` is above 0; query_starts has rows of others, too."""
     spec, num_heads = call.spec, call.q.shape[1]
     keys = call.seq_lens.astype(np.int64)
-    splits = plan_splits(keys, query_lens, call.options.window, num_heads)
+    splits = plan_splits(keys, query_lens, call.options.visible, num_heads)
     most_tokens = int(query_lens.max(initial=1))
     is_split = np.diff(splits.first).max(initial=0) > 1  # the only split of a sequence leaves no partial states
     num_states = int(query_lens[splits.seq].sum()) * num_heads if is_split else 0

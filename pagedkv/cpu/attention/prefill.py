@@ -100,7 +100,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
             start_states(scratch, num_rows)
 
             first = np.int64(get_int32(scratch.starts))  # of the earliest row: no other one sees a key before it
-            stop = min(length, first_position + num_tokens + options.window_right)
+            stop = np.int64(get_int32(scratch.stops + (num_rows - 1) * FLOAT_BYTES))
             heads = WorkItem(seq, table, first, kv_head, 1, num_rows, head_dim, address(places), False)
             if first < stop:  # padding may leave nothing
                 walk(scratch, heads, inputs, options, first // TILE * TILE, stop)

@@ -112,9 +112,10 @@ def start_row(scratch, row, seq, token, position, head, options, length):
     """Store the position and head of a sequence's query token, and which keys it sees."""
     put_int(scratch.position + row * INT_BYTES, position)
     put_int(scratch.head + row * INT_BYTES, head)
-    first = np.int64(get_int32(options.leftpad + seq * 4)) if options.leftpad != 0 else np.int64(0)
-    put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(first, position - options.window + 1)))
-    put_int32(scratch.stops + row * FLOAT_BYTES, np.int32(min(length, position + options.window_right + 1)))
+    before, after = options.visible
+    padding = np.int64(get_int32(options.leftpad + seq * 4)) if options.leftpad != 0 else np.int64(0)
+    put_int32(scratch.starts + row * FLOAT_BYTES, np.int32(max(padding, position - before)))
+    put_int32(scratch.stops + row * FLOAT_BYTES, np.int32(min(length, position + after + 1)))
     if options.mask != 0:
         start = get_int(options.mask_starts + seq * INT_BYTES) << options.mask_shift
         put_int(scratch.mask + row * INT_BYTES, start + token * length)

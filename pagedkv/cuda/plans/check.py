@@ -6,7 +6,7 @@ from ...calls import AttentionCall
 from ...kernels.check import CheckConfig, make_check_batch
 from ...kernels.device.bad_entries import NUM_BYTES
 from ..device import REPORT, Device
-from .plan import NO_WINDOW, Launch, Workspaces, compile_for, max_seq_len_of
+from .plan import Launch, Workspaces, compile_for, max_seq_len_of
 
 _CHECKED_LENS = "checked_lens"
 
@@ -25,14 +25,14 @@ def with_check(device: Device, call: AttentionCall, *launches: Launch) -> tuple[
     """Launches of attention, after one of the check if the call is checked."""
     if not call.checked:
         return launches
-    spec, window = call.spec, call.options.window
+    spec = call.spec
     check = Launch(
         compile_for(device, make_check_batch, CheckConfig()),
         (len(call.seq_lens), 1, 1),
         (_CHECKED_LENS, "block_tables", "seq_lens", "query_starts", "leftpad", REPORT),
         (
             *(call.q.shape[0], spec.num_blocks, max_seq_len_of(call), spec.block_size),
-            *(window or NO_WINDOW, call.block_tables.strides[0]),
+            *(*call.options.visible.scalars, call.block_tables.strides[0]),
         ),
     )
     return check, *launches

@@ -19,7 +19,6 @@ from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, LARGEST_GRID_Y, Device
 from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
-    NO_WINDOW,
     Launch,
     Plan,
     Workspaces,
@@ -93,14 +92,9 @@ def choose(kernel: str, max_seq_len: int, num_rows: int) -> str:
     return "v1" if is_short and (max_seq_len <= PARTITION_SIZE or num_rows > MANY_ROWS) else "v2"
 
 
-def num_partitions(max_seq_len: int, window: int) -> int:
-    """The most partitions in which the visible tokens of one sequence can lie, at least 1."""
-    return max(1, min(-(-max_seq_len // PARTITION_SIZE), (window + PARTITION_SIZE - 2) // PARTITION_SIZE + 1))
-
-
 def _v1(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_len: int) -> Launch:
-    chunk, window, limit = config.chunk_size, _window(call), device.max_shared_bytes
-    num_tokens = min(max_seq_len, ((window + chunk - 2) // chunk + 1) * chunk)
+    chunk, limit = config.chunk_size, device.max_shared_bytes
+    num_tokens = min(max_seq_len, call.options.visible.most_units(chunk, max_seq_len) * chunk)
     dynamic = shared_bytes(config, num_tokens)
     if dynamic + static_shared_bytes(config) > limit:
         raise ValueError(
@@ -134,14 +128,14 @@ def _v2(device: Device, call: AttentionCall, config: AttentionConfig, max_seq_le
         compile_for(device, make_v2_reduce, ReductionConfig(head_dim, config.q_kind)),
         (num_rows, 1, 1),
         ("out", "lse", "tmp_out", "exp_sums", "max_logits", lens_of(call), "sinks"),
-        (num_heads, max_seq_len, _window(call), most, *out_strides(call)),
+        (num_heads, max_seq_len, *call.options.visible.scalars, most, *out_strides(call)),
     )
     return partitions, reduction
 
 
 def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int]:
     """Thread blocks of v2 in y and z; the last ones in z may have no partition."""
-    needed = num_partitions(max_seq_len, _window(call))
+    needed = call.options.visible.most_units(PARTITION_SIZE, max_seq_len)
     return min(needed, LARGEST_GRID_Y), -(-needed // LARGEST_GRID_Y)
 
 
@@ -153,14 +147,10 @@ def _inputs(call: AttentionCall) -> tuple[str, ...]:
 def _scalars(call: AttentionCall, max_seq_len: int, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
     num_heads, spec, options = call.q.shape[1], call.spec, call.options
     return (
-        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, _window(call)),
+        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, *options.visible.scalars),
         call.block_tables.strides[0] // call.block_tables.itemsize,
         *(*call.q.strides[:2], *out_strides),
         *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),
         *(float(options.scale), float(options.softcap or 0.0)),
         *(1.0 if isinstance(x, np.ndarray) else float(x) for x in (call.k_scale, call.v_scale)),
     )
-
-
-def _window(call: AttentionCall) -> int:
-    return call.options.window or NO_WINDOW

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Workspaces = tuple[tuple[str, int], ...]
 
-NO_WINDOW = LONGEST = 2**31 - 1  # lengths are int32
+LONGEST = 2**31 - 1  # lengths are int32
 FLOAT_BYTES = 4
 
 
@@ -107,7 +107,7 @@ def arrays_of(call: AttentionCall) -> dict[str, Array]:
     given = {
         **{"block_tables": call.block_tables, "seq_lens": call.seq_lens, "query_starts": call.query_starts},
         **{"alibi_slopes": options.alibi_slopes, "sinks": options.sinks},
-        **{"leftpad": options.leftpad, "mask": options.mask},
+        **{"leftpad": options.visible.leftpad, "mask": options.mask},
         **{"k_scale": call.k_scale, "v_scale": call.v_scale},
     }
     return {name: x for name, x in given.items() if isinstance(x, np.ndarray)}

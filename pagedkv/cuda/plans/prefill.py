@@ -2,8 +2,8 @@
 
 Grids follow from the rows of q, the number of sequences and the bound on lengths, never from query_starts and lengths:
 the host does not read those of a device. So a call on tensor cores launches two kernels, the one of many rows and the
-one that splits the keys of few, and each takes its own sequences. It skips a kernel only if shapes, the bound, the
-window or `exact` leave it no sequence.
+one that splits the keys of few, and each takes its own sequences. It skips a kernel only if shapes, the bound,
+the keys that rows may see or `exact` leave it no sequence.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ...kernels.prefill.tensor_cores.kernel import make_prefill
 from ...kernels.prefill.tensor_cores.parts import kernel as split
 from ...kernels.prefill.tensor_cores.parts.kernel import make_prefill_split
 from ...kernels.prefill.tensor_cores.parts.merge import make_prefill_merge
-from ...kernels.prefill.tensor_cores.parts.shape import PartShape
+from ...kernels.prefill.tensor_cores.parts.shape import MOST_PARTS, PartShape
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
 from ...layouts import KV_DTYPES
+from ...visible import Visible
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
-    NO_WINDOW,
     Launch,
     Plan,
     Workspaces,
@@ -94,8 +94,7 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     config = tensor_config(call, capability=capability)
     if not splits_keys(call, config):
         return needed
-    shape = PartShape(config)
-    num_states = min(_rows_of(call)) * call.spec.num_kv_heads * _most_parts(call, shape)
+    num_states = min(_rows_of(call)) * call.spec.num_kv_heads * most_parts(call.options.visible, max_seq_len_of(call))
     sizes = (FLOAT_BYTES * num_states * config.head_dim, FLOAT_BYTES * num_states * 2)
     return (*zip(_STATES, sizes, strict=True), *needed)
 
@@ -121,8 +120,7 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     )
     scalars = (
         *(len(call.seq_lens), num_tokens, call.spec.num_kv_heads, num_heads, max_seq_len_of(call)),
-        options.window or NO_WINDOW,
-        *(NO_WINDOW if options.window_right is None else options.window_right, *kernel.scalars),
+        *(*options.visible.scalars, *kernel.scalars),
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
@@ -156,9 +154,10 @@ def _on_tensor_cores(call: AttentionCall, capability: Capability) -> list[_Kerne
 def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> list[_Kernel]:
     """The kernels that split keys and merge states, for sequences with few rows and at least `least_keys` keys."""
     shape, (of_tokens, of_seqs) = PartShape(config), _rows_of(call)
-    most_parts, num_columns = _most_parts(call, shape), len(call.seq_lens) * call.spec.num_kv_heads
-    scalars = (least_keys, most_parts, int(of_tokens < of_seqs), *strides)
-    grid = (num_columns * shape.tiles_of_sequence, -(-most_parts // shape.num_warps), 1)
+    parts = most_parts(call.options.visible, max_seq_len_of(call))
+    num_columns = len(call.seq_lens) * call.spec.num_kv_heads
+    scalars = (least_keys, parts, int(of_tokens < of_seqs), *strides)
+    grid = (num_columns * shape.tiles_of_sequence, -(-parts // shape.num_warps), 1)
     merging = replace(config, wide=False, score_mod=None)  # the merge reads neither caches nor logits
     return [
         _Kernel(make_prefill_split, config, grid, split.dynamic_bytes(config), scalars, _STATES),
@@ -166,8 +165,9 @@ def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: 
     ]
 
 
-def _most_parts(call: AttentionCall, shape: PartShape) -> int:
-    return shape.parts_of(max_seq_len_of(call), call.options.window or NO_WINDOW)
+def most_parts(visible: Visible, max_seq_len: int) -> int:
+    """The most parts that rows of a sequence see."""
+    return min(visible.most_units(PART, max_seq_len, FEW_ROWS), MOST_PARTS)
 
 
 def _rows_of(call: AttentionCall) -> tuple[int, int]:
@@ -245,7 +245,7 @@ def group_size_of(call: AttentionCall) -> int:
 
 def splits_keys(call: AttentionCall, config: TensorConfig) -> bool:
     """Whether some sequence may have few rows that see more keys than a warp takes, whatever the lengths are."""
-    seen = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
+    seen = call.options.visible.most_keys(max_seq_len_of(call))
     return config.can_split and not call.exact and config.group_size <= FEW_ROWS and seen > PART
 
 
@@ -258,6 +258,6 @@ def suits_tensor_cores(call: AttentionCall) -> bool:
     spec, q_kind = call.spec, call.q.dtype.name
     is_operand = q_kind != "float32" and (spec.kind == q_kind or spec.kind in KV_DTYPES)
     options = call.options
-    is_rare = options.leftpad is not None or options.mask is not None
+    is_rare = options.visible.leftpad is not None or options.mask is not None
     is_rare |= options.alibi_slopes is not None and options.alibi_slopes.ndim == 2
     return is_operand and not is_rare and spec.layout != "vllm" and spec.head_dim <= MOST_DIMS

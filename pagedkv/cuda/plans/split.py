@@ -1,7 +1,7 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
-The grid follows from the window and from the bound on lengths, which is the capacity of the block tables if nothing
-better is known. It never follows from lengths: the host does not read those of a device.
+The grid follows from the keys that a row may see, within the bound on lengths, which is the capacity of the block
+tables if nothing better is known. It never follows from lengths: the host does not read those of a device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
     FLOAT_BYTES,
-    NO_WINDOW,
     Launch,
     Plan,
     Workspaces,
@@ -52,7 +51,7 @@ def plan(device: Device, call: AttentionCall) -> Plan:
         ),
         (
             *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits),
-            options.window or NO_WINDOW,
+            *options.visible.scalars,
             *(call.block_tables.strides[0], *call.q.strides[:2], *out_strides(call)),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
             *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
@@ -94,8 +93,7 @@ def _num_columns(call: AttentionCall, config: SplitConfig) -> int:
 
 
 def _most_splits(call: AttentionCall, config: SplitConfig) -> int:
-    visible = min(max_seq_len_of(call), call.options.window or NO_WINDOW)
-    return config.most_splits(visible, call.spec.num_kv_heads)
+    return config.most_splits(call.options.visible.most_keys(max_seq_len_of(call)), call.spec.num_kv_heads)
 
 
 def split_config(call: AttentionCall, *, capability: Capability) -> SplitConfig:

@@ -5,7 +5,7 @@
     V cache   (num_blocks, num_kv_heads, head_dim, block_size)
 
 Grid. x = seq_idx * num_heads + head_idx: the heads that share a KV head are neighbours, and find its blocks in L2.
-y, continued in z past the limit of y, is partition_idx: 0 in v1; v2 counts partitions from the window's first one.
+y, continued in z past the limit of y, is partition_idx: 0 in v1; v2 counts partitions from the first one seen.
 
 Who owns what. A thread block of 4 warps owns one query head, over all tokens (v1) or those of one partition (v2). A
 warp takes every fourth chunk: the tokens of one block, or 32 tokens of a block that is longer. In K a thread group of
@@ -31,6 +31,7 @@ from ..device.language import cuda, float32, float64, int32, int64, types, uint3
 from ..device.logits import NONE, make_modify
 from ..device.sizes import WARP_SIZE
 from ..device.source import KernelSource
+from ..device.visible import VISIBLE
 from . import config as constants
 from .config import NUM_THREADS, NUM_WARPS, AttentionConfig
 from .keys import make_query_key, make_stage_query, make_sum_of_group
@@ -43,7 +44,9 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS),  # out, lse, exp_sums, max_logits
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *[int64] * 16,  # sizes, window, the stride of a table's row in entries, other strides in bytes
+    *[int64] * 3,  # sizes
+    VISIBLE,
+    *[int64] * 12,  # the stride of a table's row in entries, other strides in bytes
     *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -82,7 +85,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
 
     def paged_attention(
         out, lse, exp_sums, max_logits, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale,
-        v_scale, num_heads, group_size, max_seq_len, window, table_stride, q_seq_stride, q_head_stride,
+        v_scale, num_heads, group_size, max_seq_len, visible, table_stride, q_seq_stride, q_head_stride,
         out_seq_stride, out_head_stride, k_block_stride, k_head_stride, k_vec_stride, k_token_stride,
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -106,7 +109,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
 
         # The thread block's tokens are first_token to last_token - 1, in chunks.
         seq_len = int64(agreed[0])
-        first_token, last_token = tokens_of(seq_len, window, partition_idx)
+        first_token, last_token = tokens_of(seq_len, visible, partition_idx)
         if PARTITION_SIZE and first_token >= last_token:
             return
         start_token = first_token // CHUNK_SIZE * CHUNK_SIZE

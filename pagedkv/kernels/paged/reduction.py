@@ -23,6 +23,7 @@ from ..device.language import cuda, float32, int32, int64, types, uint16, uint32
 from ..device.logits import NONE
 from ..device.sizes import ELEMENT_BITS
 from ..device.source import KernelSource
+from ..device.visible import VISIBLE, first_key
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE
 from .softmax import block_max, block_sum, exp_minus
 from .tables import length_of
@@ -30,7 +31,9 @@ from .tables import length_of
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, FLOATS, INTS, FLOATS),  # out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks
-    *[int64] * 6,  # sizes and strides
+    *[int64] * 2,  # num_heads, max_seq_len
+    VISIBLE,
+    *[int64] * 3,  # max_num_partitions, strides in bytes
 )
 
 
@@ -54,7 +57,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
 
     def v2_reduce(
         out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks,
-        num_heads, max_seq_len, window, max_num_partitions, out_seq_stride, out_head_stride,
+        num_heads, max_seq_len, visible, max_num_partitions, out_seq_stride, out_head_stride,
     ):  # fmt: skip
         red_smem, agreed = cuda.shared.array(NUM_SUMS, float32), cuda.shared.array(1, uint32)
         weights = cuda.shared.array(NUM_THREADS, float32)
@@ -69,7 +72,8 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
             agreed[0] = length_of(seq_lens, seq_idx, max_seq_len)
         cuda.syncthreads()
         seq_len = int64(agreed[0])
-        num_partitions = (seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - max(seq_len - window, 0) // PARTITION_SIZE
+        first_seen = uint32(first_key(uint32(seq_len - 1), visible) // uint32(PARTITION_SIZE))
+        num_partitions = (seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - int64(first_seen)
         sink = sinks[head_idx] if address(sinks) != 0 and seq_len > 0 else NONE
 
         qk_max = sink

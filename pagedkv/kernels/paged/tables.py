@@ -6,6 +6,7 @@ from typing import Any
 
 from ..device.language import int64, uint32
 from ..device.source import device_function
+from ..device.visible import first_key
 
 
 @device_function
@@ -16,14 +17,14 @@ def length_of(seq_lens, seq_idx, max_seq_len):
 
 
 def make_tokens_of(PARTITION_SIZE: int) -> Any:
-    """The device function (seq_len, window, partition_idx) -> a thread block's first token, and one past its last.
+    """The device function (seq_len, visible, partition_idx) -> a thread block's first token, and one past its last.
 
-    With a PARTITION_SIZE of 0 it takes all tokens of the window.
+    With a PARTITION_SIZE of 0 it takes all tokens that are seen.
     """
 
     @device_function
-    def tokens_of(seq_len, window, partition_idx):
-        first_token, last_token = max(seq_len - window, 0), seq_len
+    def tokens_of(seq_len, visible, partition_idx):
+        first_token, last_token = int64(first_key(uint32(seq_len - 1), visible)), seq_len
         if PARTITION_SIZE:
             start = (first_token // PARTITION_SIZE + partition_idx) * PARTITION_SIZE
             first_token, last_token = max(first_token, start), min(seq_len, start + PARTITION_SIZE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..device.language import float32, int32, int64, types, uint8
+from ..device.visible import VISIBLE
 
 BYTES, INTS, FLOATS = (types.CPointer(dtype) for dtype in (uint8, int32, float32))
 
@@ -24,13 +25,6 @@ class Item(NamedTuple):
     start: Any  # the sequence's first token in q
     context: Any  # the position of that token
     seq_len: Any  # 0 if nothing is to be read: rows become zeros
-
-
-class Visible(NamedTuple):
-    """Which keys a row sees: from its position - window + 1 to its position + right, or to the last key."""
-
-    window: Any
-    right: Any
 
 
 class KeySpan(NamedTuple):
@@ -89,7 +83,8 @@ def signature(num_strides: int, *pointers: Any) -> Any:
         *(INTS, INTS, INTS),  # block_tables, seq_lens, query_starts
         *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
         *pointers,
-        *[int64] * 7,  # sizes, window, window_right
+        *[int64] * 5,  # sizes
+        VISIBLE,
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
     )

@@ -8,7 +8,7 @@ Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighb
 same tokens. Here a tile is the query heads of a KV head that one thread block takes (`SplitConfig.num_heads`). y is the
 split.
 
-Who owns what. The visible tokens of a sequence, at most `window` of them, are cut into splits whose length depends on
+Who owns what. The visible tokens of a sequence are cut into splits whose length depends on
 their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
 and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches,
 which is the route to read first. If O of all dims does not fit into the registers of a warp
@@ -32,6 +32,7 @@ from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, s
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
 from ..device.source import KernelSource, device_function
+from ..device.visible import VISIBLE, first_key
 from .arguments import SharedSums, SplitLogitOptions, SplitOutput, SplitPages, SplitPartials, SplitQuery
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import make_attend_on_cuda_cores
@@ -48,7 +49,9 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *[int64] * 16,  # sizes, window, strides in bytes
+    *[int64] * 4,  # sizes
+    VISIBLE,
+    *[int64] * 11,  # strides in bytes
     *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -102,7 +105,7 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
-        sinks, k_scale, v_scale, num_kv_heads, num_heads, max_seq_len, most_splits, window,
+        sinks, k_scale, v_scale, num_kv_heads, num_heads, max_seq_len, most_splits, visible,
         table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride, k_token_stride,
         k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -124,16 +127,17 @@ def make_split(config: SplitConfig) -> KernelSource:
             agreed[0] = length_of(seq_lens, seq, max_seq_len)
         cuda.syncthreads()
         length = agreed[0]
-        visible = min(length, uint32(window))
-        size = split_size(visible, num_kv_heads)
+        seen_from = first_key(uint32(length - 1), visible)
+        num_seen = uint32(length - seen_from)
+        size = split_size(num_seen, num_kv_heads)
         # Without a branch, so that ptxas knows it is warp-uniform: shuffles in loops need no code for diverged lanes.
-        num_splits = uint32(uint32(uint32(visible + size) - 1) // size)
+        num_splits = uint32(uint32(uint32(num_seen + size) - 1) // size)
         # Where rows go is computed again where it is used: it would take registers in the inner loop.
         if num_splits == 0 and split_index == 0:
             output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, seq, head)
             merge.store_nothing(output, thread)
         if split_index < num_splits:
-            first, q_pos = uint32(length - visible + split_index * size), uint32(length - 1)
+            first, q_pos = uint32(seen_from + split_index * size), uint32(length - 1)
             last_token = min(uint32(first + size - 1), q_pos)
             k_factor = scale_of(k_scale, k_number, kv_head)
             q_row = address(q) + int64(seq) * q_seq_stride + int64(head) * q_head_stride

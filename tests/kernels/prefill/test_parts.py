@@ -12,8 +12,9 @@ import pagedkv
 from pagedkv.cuda import warmup as compiling_ahead
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import FEW_ROWS as MOST
-from pagedkv.kernels.prefill.config import LONGEST_OF_PARTS, PART, TensorConfig
-from pagedkv.kernels.prefill.tensor_cores.parts.shape import MOST_PARTS, PartShape
+from pagedkv.kernels.prefill.config import LONGEST_OF_PARTS, PART
+from pagedkv.kernels.prefill.tensor_cores.parts.shape import MOST_PARTS
+from pagedkv.visible import Visible
 
 from ...attention.drawn import FEW_ROW_KERNELS as KERNELS
 from ...attention.drawn import MORE_PREFILLS
@@ -95,18 +96,15 @@ def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
     seq_len=st.integers(0, 2**31 - 1) | st.builds(lambda n, k: n * PART + k, st.integers(1, 99), st.integers(-40, 40)),
     window=st.integers(1, 5000) | st.just(2**31 - 1),
     query_len=st.integers(1, 32),
-    head_dim=st.sampled_from([8, 64, 128, 256]),
-    kib=st.sampled_from([100, 164, 228]),
 )
-def test_a_grid_has_every_part(max_seq_len, seq_len, window, query_len, head_dim, kib):
-    shape = PartShape(TensorConfig(head_dim, 1, 16, "float16", "float16", shared_kib=kib))
+def test_a_grid_has_every_part(max_seq_len, seq_len, window, query_len):
     seq_len = max(1, seq_len % max_seq_len + 1)
     size = PART
     while size * MOST_PARTS < seq_len:
         size *= 2
     first = max(0, seq_len - min(query_len, seq_len) - window + 1)
     parts = (seq_len - 1) // size - first // size + 1
-    assert parts <= shape.parts_of(max_seq_len, window) <= MOST_PARTS
+    assert parts <= planning.most_parts(Visible(window - 1), max_seq_len) <= MOST_PARTS
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
 from ...device.sizes import ELEMENT_BITS, WARP_SIZE
 from ...device.source import KernelSource, device_function
+from ...device.visible import first_key, last_key
 from ..arguments import BYTES, INTS, Item, TileOutput, signature
 from ..config import NUM_THREADS, CoresConfig
 from ..items import make_find_item, start_of
@@ -126,7 +127,7 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
     def prefill_on_cuda_cores(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         leftpad, mask,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, window_right, block_size,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, block_size,
         table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, k_dim_stride, v_block_stride, v_token_stride, v_head_stride, v_dim_stride,
         slopes_stride, mask_bytes, mask_shift, scale, softcap, k_number, v_number,
@@ -156,10 +157,8 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         last_row = uint32(item.num_rows - 1)
         first_position = uint32(item.context + uint32(item.first_row // group_size))
         end_position = uint32(item.context + uint32(min(uint32(item.first_row + (ROWS - 1)), last_row) // group_size))
-        last_key, right = uint32(item.seq_len - 1), uint32(window_right)
-        last = min(uint32(end_position + right), last_key)
-        padding = min(kept[6], item.seq_len)
-        low = max(uint32(first_position - window + 1) if first_position >= window else uint32(0), padding)
+        last = last_key(end_position, visible, item.seq_len)
+        low = max(first_key(first_position, visible), min(kept[6], item.seq_len))
         table = address(block_tables) + int64(item.seq) * table_stride
         head = uint32(kv_head * group_size)
         v_factor = scale_of(v_scale, v_number, kv_head)
@@ -191,12 +190,12 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
             slope = alibi_slopes[int64(item.seq) * slopes_stride + int64(head) + int64(of_group)]
         row = QueryRow(
             position,
-            max(uint32(position - window + 1) if position >= window else uint32(0), padding),
-            min(uint32(position + right), last_key),
+            max(first_key(position, visible), low),  # `low` may be the first key behind padding
+            last_key(position, visible, item.seq_len),
             uint32(head + of_group),
             slope,
             item.seq,
-            last_key,
+            uint32(item.seq_len - 1),
             mask_start[0] + int64(token) * int64(item.seq_len),
         )
         hiding = Mask(address(mask), mask_bytes, mask_shift)

@@ -28,7 +28,7 @@ from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_a
 from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.language import cuda, float32, int64, uint32
 from ...device.source import KernelSource
-from ..arguments import TileLogitOptions, TilePages, TileQuery, Visible, signature
+from ..arguments import TileLogitOptions, TilePages, TileQuery, signature
 from ..config import TensorConfig
 from ..items import is_split, make_find_item, make_item_store
 from ..output import make_store_nothing
@@ -55,7 +55,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignme
 
     def prefill(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, window_right,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible,
         few_rows, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
@@ -74,7 +74,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignme
         item = load_item(shared)
         if item.num_rows == 0 or is_split(item, few_rows):
             return
-        visible, out_strides = Visible(uint32(window), uint32(window_right)), (out_token_stride, out_head_stride)
+        out_strides = (out_token_stride, out_head_stride)
         if item.seq_len == 0:
             output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
             store_nothing(output, item, uint32(GROUP_SIZE), thread)

@@ -8,13 +8,14 @@ from ...device.intrinsics.thread import address, bits_float
 from ...device.language import float32, int64, uint32
 from ...device.logits import LOG2E, positive
 from ...device.source import Steps, device_function
+from ...device.visible import first_key, last_key
 from ..arguments import KeySpan, TileOutput
 from ..config import TensorConfig
 from .tile import TileShape
 
 
 def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
-    """The device functions ``output_of``, ``first_of_window``, ``span_of`` and ``factors_of``."""
+    """The device functions ``output_of``, ``span_of`` and ``factors_of``."""
     ROWS, KEYS, GROUP_SIZE, MODIFIED = shape.rows, shape.keys, config.group_size, config.modified
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
 
@@ -28,22 +29,14 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         return TileOutput(where, strides[0], strides[1], lse, row, num_heads, sinks, head, float32(v_factor * FACTOR))
 
     @device_function
-    def first_of_window(position, window):
-        """The first key that a row at this position sees."""
-        return uint32(position - window + 1) if position >= window else uint32(0)
-
-    @device_function
     def span_of(item, visible):
         """The first key that a row of the item sees, and the KeySpan of its rows."""
         first_token = uint32(item.first_row // uint32(GROUP_SIZE))
         last_row = min(uint32(item.first_row + (ROWS - 1)), uint32(item.num_rows - 1))
         first_position = uint32(item.context + first_token)
         last_position = uint32(item.context + uint32(last_row // uint32(GROUP_SIZE)))
-        last_key = uint32(item.seq_len - 1)
-        last = min(uint32(last_position + visible.right), last_key)
-        low = first_of_window(first_position, visible.window)
-        everyone = min(uint32(first_position + visible.right), last_key)
-        low_of_last = first_of_window(last_position, visible.window)
+        low, last = first_key(first_position, visible), last_key(last_position, visible, item.seq_len)
+        low_of_last, everyone = first_key(last_position, visible), last_key(first_position, visible, item.seq_len)
         unmasked = uint32(uint32(uint32(low_of_last + (KEYS - 1)) // uint32(KEYS)) * uint32(KEYS))
         end = uint32(uint32(uint32(everyone + 1) // uint32(KEYS)) * uint32(KEYS))
         num_unmasked = uint32(end - unmasked) if end > unmasked else uint32(0)
@@ -57,4 +50,4 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
         unit = float32(1) if MODIFIED else float32(abs(factor) * LOG2E)
         return factor, positive(unit)
 
-    return Steps(output_of, first_of_window, span_of, factors_of)
+    return Steps(output_of, span_of, factors_of)

@@ -16,6 +16,7 @@ from ...device.language import float32, int32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
 from ...device.reductions import largest_of_quad
 from ...device.source import device_function
+from ...device.visible import first_key, last_key
 from ..config import TensorConfig
 from ..items import make_item_store
 from .registers import make_row_of
@@ -80,8 +81,7 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
 def make_hide_unseen(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``hide_unseen(registers, visible, shared, first, warp, g)``: unseen keys get -inf.
 
-    A row sees the keys of its window, up to its last one. `first` is the lane's first key of the tile. Calls with the
-    option `mask` never come here: they run on CUDA cores.
+    `first` is the lane's first key of the tile. Calls with the option `mask` never come here: they run on CUDA cores.
     """
     OF_ROWS, OF_ROW, PER_TILE = 2 * shape.row_tiles, 4 * shape.key_pairs, 8 * shape.key_pairs
     GROUP_SIZE, row_of, (_, load_item) = config.group_size, make_row_of(shape), make_item_store(shape.item_start)
@@ -96,8 +96,7 @@ def make_hide_unseen(config: TensorConfig, shape: TileShape) -> Any:
     def hide_in_row(i, s, visible, item, first, warp, g):
         row = min(uint32(item.first_row + row_of(i, warp, g)), uint32(item.num_rows - 1))
         position = uint32(item.context + uint32(row // uint32(GROUP_SIZE)))
-        last = min(uint32(position + visible.right), uint32(item.seq_len - 1))
-        low = uint32(max(int32(int32(position) - int32(visible.window - 1)), int32(0)))
+        low, last = first_key(position, visible), last_key(position, visible, item.seq_len)
         for_each(hide_logit, OF_ROW, (i, s, int32(int32(low) - int32(first)), uint32(last - low)))
 
     @device_function

@@ -21,7 +21,7 @@ from ....device.intrinsics.thread import address, bits_float, divmod_32, shared_
 from ....device.intrinsics.warp import shuffle, thread_number
 from ....device.language import cuda, float32, int64, types, uint32
 from ....device.source import KernelSource
-from ...arguments import KeySpan, TileLogitOptions, TilePages, TileQuery, Visible, signature
+from ...arguments import KeySpan, TileLogitOptions, TilePages, TileQuery, signature
 from ...config import TensorConfig
 from ...items import make_item_store
 from ..prologue import make_prologue
@@ -45,7 +45,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
     def prefill_split(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         partial_sums, partial_states,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, window_right,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible,
         least_keys, most_parts, by_tokens, table_stride, q_token_stride, q_head_stride, out_token_stride,
         out_head_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
@@ -60,7 +60,7 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
             first_row, lengths = uint32(number * ROWS), (query_starts, seq_lens)
             store_item(shared, states.split_item(first_row, seq, lengths, num_tokens, max_seq_len, least_keys))
         cuda.syncthreads()
-        item, visible = load_item(shared), Visible(uint32(window), uint32(window_right))
+        item = load_item(shared)
         if item.num_rows == 0 or item.seq_len == 0:
             return
         low, span = prologue.span_of(item, visible)

@@ -28,7 +28,8 @@ from ....device.merging import make_add, make_add_states, weight_of
 from ....device.reductions import largest_of_warp, sum_of_warp
 from ....device.sizes import WARP_SIZE
 from ....device.source import KernelSource, device_function
-from ...arguments import Visible, signature
+from ....device.visible import first_key, last_key
+from ...arguments import signature
 from ...config import FEW_ROWS, NUM_THREADS, TensorConfig
 from ...items import make_item_store
 from ...output import finish
@@ -75,7 +76,7 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
     def prefill_merge(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         partial_sums, partial_states,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, window, window_right,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible,
         least_keys, most_parts, by_tokens, table_stride, q_token_stride, q_head_stride, out_token_stride,
         out_head_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
@@ -99,11 +100,10 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
         position, count, at = uint32(item.context + token), int64(0), int64(0)
         source = states.states_of(partial_sums, partial_states, item, kv_head, num_kv_heads, most_parts, by_tokens)
         if item.seq_len > 0:
-            low, _ = prologue.span_of(item, Visible(uint32(window), uint32(window_right)))
+            low, _ = prologue.span_of(item, visible)
             of_tile = states.parts_of(item.seq_len, low, low)
-            first_key = prologue.first_of_window(position, uint32(window))
-            last_key = min(uint32(position + uint32(window_right)), uint32(item.seq_len - 1))
-            parts = states.parts_of(item.seq_len, first_key, last_key)
+            last = last_key(position, visible, item.seq_len)
+            parts = states.parts_of(item.seq_len, first_key(position, visible), last)
             count = int64(uint32(parts.last - parts.first)) + 1
             at = source.first + int64(uint32(row - item.first_row)) * source.row_stride
             at += int64(uint32(parts.first - of_tile.first))

@@ -135,10 +135,3 @@ class PartShape(TileShape):
         """Shared memory of `num_warps` warps: Q, tiles, slots and the item."""
         of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
         return self.q_bytes + of_warp * num_warps + 4 * ITEM_WORDS
-
-    # ---- parts
-
-    def parts_of(self, max_seq_len: int, window: int) -> int:
-        """The most parts that rows of a sequence of up to max_seq_len tokens see."""
-        seen = min(max_seq_len, window + FEW_ROWS - 1)
-        return max(1, min(-(-max_seq_len // PART), (seen - 1) // PART + 2, MOST_PARTS))
