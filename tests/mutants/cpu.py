@@ -193,6 +193,12 @@ MUTANTS = [
         "tests/cpu/attention/steps/test_widen.py",
     ),
     Mutant(
+        "products and sums are rounded twice on processors without FMA",
+        """return self.call(f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])""",
+        """return self.call(f"llvm.{'fma' if _has('fma') else 'fmuladd'}.v{x.type.count}f32", x.type, [x, y, z])""",
+        "tests/cpu/attention/test_invariance.py::test_code_for_other_processors[generic]",
+    ),
+    Mutant(
         "write: fp8 rounding ignores the low 16 bits of float32",
         "    low += np.uint32(0xFFFF)\n",
         "",

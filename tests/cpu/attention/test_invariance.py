@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import hypothesis.strategies as st
+import llvmlite.binding
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +15,7 @@ import pagedkv
 
 from ...attention.kernels import CPU, assert_same_bits, each_kernel
 from ...support.problems import Spec, build, run
+from ...support.programs import ROOT
 from ...support.strategies import SPLIT, Kernel, fade, long, specs
 
 KERNELS = [
@@ -130,6 +132,12 @@ def test_threads_and_repeats(kernel, open_device):
             assert_same_bits(run(problem), expected)
 
 
+def printed(script, *arguments, **variables):
+    """What a process of its own prints."""
+    command, environment = [sys.executable, "-c", script, *arguments], os.environ | variables
+    return subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+
+
 def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
     """A kernel that another process compiled gives the same bits, whatever this process has compiled before."""
     script = """if True:
@@ -139,16 +147,33 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
             out, _ = run(build(Spec(seq_lens=(40,), kv_dtype=kv_dtype, head_dim=8)))
         print(out.tobytes().hex())
     """
-    environment = os.environ | {
-        "PAGEDKV_CACHE_DIR": str(tmp_path),
-        "NUMBA_OPT": "0",  # compiled three times as fast, and every function is called by its name
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-
-    def last_result(*kv_dtypes):
-        command = [sys.executable, "-c", script, *kv_dtypes]
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-
-    compiled = last_result("float32")
+    # Compiled three times as fast, and every function is called by its name.
+    variables = {"PAGEDKV_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"}
+    compiled = printed(script, "float32", **variables)
     assert len(list(tmp_path.iterdir())) > 0
-    assert last_result("bfloat16", "float32") == compiled
+    assert printed(script, "bfloat16", "float32", **variables) == compiled
+
+
+@pytest.mark.parametrize(
+    ("kernels", "processor", "needed"),
+    [
+        pytest.param(CPU[2:3], "generic", None, id="generic"),
+        pytest.param(CPU, "generic", None, id="generic-all", marks=pytest.mark.long),
+        pytest.param(CPU, "haswell", "avx2", id="AVX2", marks=pytest.mark.long),
+        pytest.param(CPU, "skx", "avx512bw", id="AVX-512", marks=pytest.mark.long),
+    ],
+)
+def test_code_for_other_processors(kernels, processor, needed):
+    """Generic code has what all processors of an architecture have: on x86 no FMA, and no conversions of float16."""
+    if needed and not llvmlite.binding.get_host_cpu_features().get(needed):
+        pytest.skip(f"this processor has no {needed}")
+    script = """if True:
+        import sys
+        from tests.attention.kernels import CPU
+        for i in map(int, sys.argv[1:]):
+            print(*(x.tobytes().hex() for x in CPU[i].attend(CPU[i].build())))
+    """
+    numbers = [str(CPU.index(kernel)) for kernel in kernels]
+    elsewhere = printed(script, *numbers, NUMBA_CPU_NAME=processor, NUMBA_CPU_FEATURES="")
+    ours = [kernel.attend(kernel.build()) for kernel in kernels]
+    assert [line.split() for line in elsewhere.splitlines()] == [[x.tobytes().hex() for x in each] for each in ours]
