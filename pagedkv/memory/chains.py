@@ -192,8 +192,10 @@ class Chains:
         owners = np.arange(len(rows)).repeat(full - first)
         found = first + np.bincount(owners, stored.kept != NO_BLOCK, len(rows)).astype(np.int64)
         known = np.where(found < full, found * cache.block_size, self.num_known[rows])
+        are_shared = np.count_nonzero(self._pool._refs[stored.blocks] > 1)
         return False, [
             *self._pool._plan(dropped=theirs[other], gained=keeps[other], stored=stored)[1],
+            *(cache.plan_adopted() if are_shared else []),
             (table, entries_of_groups[other], keeps[other].astype(np.int32)),
             (self.num_known, rows, known),
             (self.num_found, rows, found),

@@ -265,7 +265,7 @@ class BlockPool(Guarded):
                 num_evicted = max(0, num_new - num_blank - len(blank))
                 if type(cache.eviction) is LRU:
                     evicted, left = cache.plan_leave(used_again, num_evicted)
-                    behind = cache.holding_with(evicted) if len(evicted) else NO_BLOCKS
+                    behind = cache.lost_with(evicted) if len(evicted) else NO_BLOCKS
                 else:  # it may write to its argument, and its writes may change what it returns
                     chosen, left = cache.eviction.plan_leave(used_again.copy(), num_evicted)
                     evicted = np.array(chosen, np.int64)

@@ -26,6 +26,12 @@ MUTANTS = [
         PREFIX_CACHE + "test_descendants_become_unfindable_when_a_copy_has_no_room",
     ),
     Mutant(
+        "prefix: a block that other forks hold stays behind one that is evicted",
+        "return self.descendants(evicted) if self._are_adopted[0] else self.holding_with(evicted)",
+        "return self.holding_with(evicted)",
+        PREFIX_CACHE + "test_a_block_that_another_fork_has_stored_is_lost_with_the_one_before_it",
+    ),
+    Mutant(
         "prefix: a block stays whose parent is gone",
         "            lost |= lost[above]\n",
         "",

@@ -122,6 +122,8 @@ class PrefixCache:
         self._last_serial = np.array([0])
         # The block last stored behind each block; by now it may hold something else. The last entry is NO_BLOCK's.
         self._last_child = np.full(num_blocks + 1, NO_BLOCK)
+        # 1 once a sequence has held a findable block without the one before it; see `plan_adopted`.
+        self._are_adopted = np.array([0])
         self._hash_of = hash_of if hash_of is blake2b_128 else checked_hash(hash_of)
         self.outbox = None
         if listener is not None:
@@ -150,6 +152,21 @@ class PrefixCache:
         leaders = blocks if self._holders is None else blocks[self._holders.are_leaders(blocks)]
         behind = self._behind(leaders)
         return joined(behind, self.holding_with(joined(blocks, behind)))
+
+    def lost_with(self, evicted: Int64Array) -> Int64Array:
+        """The other blocks that can no longer be found when LRU evicts some, (n,) int64.
+
+        It evicts the last blocks of a text first, so that there are none behind them but adopted ones.
+        """
+        return self.descendants(evicted) if self._are_adopted[0] else self.holding_with(evicted)
+
+    def plan_adopted(self) -> list[Write]:
+        """Note that sequences hold a findable block that another one has stored behind a block that they do not hold.
+
+        A fork that commits may take another block in place of one, and store those behind it, which its siblings have,
+        too. These do not keep the block that it took.
+        """
+        return [(self._are_adopted, 0, 1)]
 
     def holding_with(self, blocks: Int64Array) -> Int64Array:
         """The other blocks that can only be found with those of the leading group among these, (n,) int64."""

@@ -158,6 +158,24 @@ def test_descendants_become_unfindable_when_a_copy_has_no_room():
     cache.check()
 
 
+def test_a_block_that_another_fork_has_stored_is_lost_with_the_one_before_it():
+    """Else it could not be found, nor could others with its tokens, as long as a sequence has it."""
+    router = Router()
+    cache = make(num_blocks=5, events=router)
+    first, seq = cache.add(TEXT[:4]).seq, cache.add(TEXT[:8]).seq
+    cache.commit(first)
+    fork = cache.fork(seq)
+    cache.commit(fork)  # takes the block of the first sequence, and stores the next one behind that
+    cache.free([first, *fork])
+    others = started(cache, [7] * 12)  # which evict the first block
+    router.agrees_with(cache)
+    cache.check()
+    cache.free(others)
+    cache.free(started(cache, [*TEXT[:8], 1]))
+    assert cache.find([*TEXT[:8], 1]) == 8
+    cache.check()
+
+
 def test_equal_blocks_computed_in_one_step_become_one():
     cache = make()
     seqs = [cache.add(TEXT).seq for _ in range(3)]
