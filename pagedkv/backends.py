@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from .arithmetic import with_default_float_env
 from .arrays import Array
-from .calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
+from .calls import AttentionCall, Caches, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
 from .kernel_cache.compile_thread import on_compile_thread
 from .placement import Placement
 
@@ -24,9 +24,7 @@ class Backend(Protocol):
         The plan is of the values of tables and lengths on the host, and of the addresses of those on a GPU.
         """
 
-    def run(
-        self, plan: Any, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
-    ) -> None:
+    def run(self, plan: Any, q: Array, caches: Caches, out: Array, lse: Array | None, *, is_given: bool) -> None:
         """Run a plan with q and caches like those of its call; `is_given` says that `out` is the caller's own array."""
 
     def write_kv(self, call: WriteCall) -> None: ...

@@ -735,7 +735,7 @@ class PagedKVCache(Sequences):
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         kind = self._kinds[layer]
         try:
-            return attend(operation, batch.plans, kind, q, k_cache, v_cache, where, stored, options)
+            return attend(operation, batch.plans, kind, q, (k_cache, v_cache), where, stored, options)
         except IndexError:
             if (window := options.get("window")) is not None and self.groups[group].window is not None:
                 batch.require_held(group, window, self.block_size)

@@ -22,6 +22,14 @@ from .visible import Visible
 
 # One number for all KV heads, or a (num_kv_heads,) float32 array.
 Scale = npt.NDArray[np.float32] | float
+# The arrays of a layer: K and V, and if rows have scales of their own, those of K and of V.
+Caches = tuple[Array, ...]
+CACHES = ("k_cache", "v_cache", "k_scales", "v_scales")
+
+
+def caches_of(k_cache: Any, v_cache: Any, k_scales: Any, v_scales: Any) -> tuple[Any, ...]:
+    """The arrays of a layer, by `CACHES`."""
+    return (k_cache, v_cache) if k_scales is v_scales is None else (k_cache, v_cache, k_scales, v_scales)
 
 
 def per_head(scale: Scale, num_kv_heads: int) -> npt.NDArray[np.float32]:
@@ -85,6 +93,8 @@ class AttentionArguments(NamedTuple):
     kv_dtype: KvDtype | None = None
     k_scale: Any = None
     v_scale: Any = None
+    k_scales: Any = None
+    v_scales: Any = None
     alibi_slopes: Any = None
     window: int | None = None
     window_right: int | None = None
@@ -121,10 +131,16 @@ class AttentionCall(NamedTuple):
     spec: CacheSpec
     k_scale: Scale
     v_scale: Scale
+    k_scales: Array | None
+    v_scales: Array | None
     options: AttentionOptions
     kernel: str
     exact: bool
     checked: bool
+
+    @property
+    def caches(self) -> Caches:
+        return caches_of(self.k_cache, self.v_cache, self.k_scales, self.v_scales)
 
     @property
     def has_rows(self) -> bool:
@@ -152,8 +168,14 @@ class WriteCall(NamedTuple):
     spec: CacheSpec
     k_scale: Scale
     v_scale: Scale
+    k_scales: Array | None
+    v_scales: Array | None
     checked: bool
     rotation: Rotation | None
+
+    @property
+    def caches(self) -> Caches:
+        return caches_of(self.k_cache, self.v_cache, self.k_scales, self.v_scales)
 
 
 class GatherCall(NamedTuple):
@@ -167,11 +189,17 @@ class GatherCall(NamedTuple):
     spec: CacheSpec
     k_scale: Scale
     v_scale: Scale
+    k_scales: Array | None
+    v_scales: Array | None
     checked: bool
+
+    @property
+    def caches(self) -> Caches:
+        return caches_of(self.k_cache, self.v_cache, self.k_scales, self.v_scales)
 
 
 class CopyCall(NamedTuple):
-    """A call of copy_blocks, with the K and V caches of all layers."""
+    """A call of copy_blocks, with the arrays of all layers."""
 
     placement: Placement
     caches: list[Array]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
@@ -20,9 +21,11 @@ FLOAT32 = np.dtype(np.float32)
 FLOAT_DTYPES = (FLOAT32, np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 VECTOR_BYTES = 16
 
+INT8_MAX = 127  # the largest code of an int8 row; -128 is none
+
 _NHD = "(num_blocks, block_size, num_kv_heads, head_dim)"
 _HND = "(num_blocks, num_kv_heads, block_size, head_dim)"
-_EITHER = " or ".join(f'"{name}"' for name in KV_DTYPES)
+_EITHER = ", ".join(f'"{name}"' for name in KV_DTYPES[:-1]) + f' or "{KV_DTYPES[-1]}"'
 
 
 class Geometry(NamedTuple):
@@ -54,11 +57,12 @@ class KvFormat:
     name : str
         "float32", "float16", "bfloat16", or a kv_dtype.
     element : numpy.dtype
-        The float dtype whose bits elements have; that of fp8 is from ml_dtypes.
+        What elements are numbers of; that of fp8 is from ml_dtypes.
     stored : numpy.dtype
         The dtype of K and V: `element`, or uint8 for fp8.
-    scaled : bool
-        Whether calls give k_scale and v_scale, by which elements are multiplied.
+    scale : str
+        By what elements are multiplied: "none", k_scale and v_scale of a "call", or a scale of each "row", in the
+        arrays k_scales and v_scales.
     wire_word : int
         What wire blocks call it: stores keep them, so this number never changes.
     """
@@ -66,7 +70,7 @@ class KvFormat:
     name: str
     element: np.dtype[Any]
     stored: np.dtype[Any]
-    scaled: bool
+    scale: Literal["none", "call", "row"]
     wire_word: int
 
     @staticmethod
@@ -94,10 +98,11 @@ class KvFormat:
     def parts(
         self, layout: Layout, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[Part, ...]:
-        """The arrays of a layer: K and V.
+        """The arrays of a layer as they are in memory: K and V, and the scales of their rows if rows have them.
 
         Both are (N, P, Hkv, D) in NHD and (N, Hkv, P, D) in HND; in vllm K is (N, Hkv, D / x, P, x), where x elements
-        take 16 bytes, and V is (N, Hkv, D, P).
+        take 16 bytes, and V is (N, Hkv, D, P). Scales are (N, Hkv, P) in every layout, since a kernel reads those of a
+        head together: see `as_given`.
 
         Raises
         ------
@@ -115,7 +120,8 @@ class KvFormat:
         else:
             inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
             k_shape = v_shape = (num_blocks, *inner, head_dim)
-        return Part(k_shape, self.stored), Part(v_shape, self.stored)
+        scales = Part((num_blocks, num_kv_heads, block_size), FLOAT32)
+        return (Part(k_shape, self.stored), Part(v_shape, self.stored), *[scales] * (2 * (self.scale == "row")))
 
     def narrow(self, x: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
         """Round numbers, which are divided by their scale already, to nearest even; codes saturate, and keep NaN."""
@@ -124,14 +130,32 @@ class KvFormat:
         largest = float(ml_dtypes.finfo(self.element).max)
         return np.clip(x, -largest, largest).astype(self.element).view(self.stored)
 
+    def quantise(self, x: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+        """The codes (..., D) and the scales (...) of rows that have scales of their own: the largest becomes 127.
+
+        Every step rounds to float32, to nearest even. A row of zeros has scale 0, one that is not finite scale NaN, and
+        both have codes 0.
+        """
+        scales = np.abs(x).max(axis=-1) / np.float32(INT8_MAX)
+        scales[np.isinf(scales)] = np.nan
+        is_usual = scales > 0
+        divisors = scales
+        if not is_usual.all():
+            x, divisors = np.where(is_usual[..., None], x, np.float32(0)), np.where(is_usual, scales, np.float32(1))
+        codes = x / divisors[..., None]
+        np.rint(codes, out=codes)
+        np.clip(codes, -INT8_MAX, INT8_MAX, out=codes)  # the quotient by a denormal scale may be larger
+        return codes.astype(np.int8), scales
+
 
 _UINT8 = np.dtype(np.uint8)
 FORMATS: dict[str, KvFormat] = {
     known.name: known
     for known in (
-        *(KvFormat(dtype.name, dtype, dtype, False, word) for word, dtype in enumerate(FLOAT_DTYPES)),
-        KvFormat("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn), _UINT8, True, 3),
-        KvFormat("fp8_e5m2", np.dtype(ml_dtypes.float8_e5m2), _UINT8, True, 4),
+        *(KvFormat(dtype.name, dtype, dtype, "none", word) for word, dtype in enumerate(FLOAT_DTYPES)),
+        KvFormat("fp8_e4m3", np.dtype(ml_dtypes.float8_e4m3fn), _UINT8, "call", 3),
+        KvFormat("fp8_e5m2", np.dtype(ml_dtypes.float8_e5m2), _UINT8, "call", 4),
+        KvFormat("int8", np.dtype(np.int8), np.dtype(np.int8), "row", 5),
     )
 }
 
@@ -163,6 +187,20 @@ class CacheSpec:
         return self.format.name
 
 
+def scales_shape(layout: Layout, geometry: Geometry) -> tuple[str, tuple[int, ...]]:
+    """The shape of the scales of rows as callers give them, in symbols and numbers: a layout's token and head axes."""
+    num_blocks, block_size, num_kv_heads, _ = geometry
+    if layout == "NHD":
+        return "(num_blocks, block_size, num_kv_heads)", (num_blocks, block_size, num_kv_heads)
+    return "(num_blocks, num_kv_heads, block_size)", (num_blocks, num_kv_heads, block_size)
+
+
+def as_given(layout: Layout, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """View the arrays of a layer, as they are in memory, as callers give them: scales have the axes of the layout."""
+    k_cache, v_cache, *scales = arrays
+    return k_cache, v_cache, *(x.swapaxes(1, 2) if layout == "NHD" else x for x in scales)
+
+
 def require_layout(layout: object) -> None:
     """Raise ValueError unless `layout` names a layout."""
     if not (isinstance(layout, str) and layout in LAYOUTS):
@@ -181,7 +219,7 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
     for known in FLOAT_DTYPES:
         if name == known.name:
             return known
-    hint = f": for a cache in 8 bits pass kv_dtype={_EITHER}" if name.startswith("float8") else ""
+    hint = f": for a cache in 8 bits pass kv_dtype={_EITHER}" if name.startswith(("float8", "int8")) else ""
     raise TypeError(f"dtype must be float32, float16 or bfloat16, got {dtype!r}{hint}")
 
 

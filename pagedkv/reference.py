@@ -35,6 +35,8 @@ def decode_attention(
     kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     alibi_slopes: Array | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -48,13 +50,15 @@ def decode_attention(
     Parameters
     ----------
     q : (num_seqs, num_heads, head_dim) array
-    k_cache, v_cache : arrays of `layout`; uint8 codes where `kv_dtype` is given
+    k_cache, v_cache : arrays of `layout`; uint8 codes for fp8, int8 codes for int8
     block_tables : (num_seqs, max_blocks) integer array
     seq_lens : (num_seqs,) integer array
     scale : float, default 1 / sqrt(head_dim)
     layout : "NHD", "HND" or "vllm"
-    kv_dtype : "fp8_e4m3", "fp8_e5m2" or None
+    kv_dtype : "fp8_e4m3", "fp8_e5m2", "int8" or None
     k_scale, v_scale : float or (num_kv_heads,) array, default 1.0; fp8 value = code * scale
+    k_scales, v_scales : (num_blocks, block_size, num_kv_heads) float32 array in NHD, with the last two axes swapped in
+        HND and vllm; int8 value = code * scale of its row
     alibi_slopes, sinks : (num_heads,) array
     window, softcap : number
     score_mod : function (score, q_pos, k_pos, head, seq) -> score of Python numbers
@@ -91,6 +95,8 @@ def decode_attention(
         kv_dtype=kv_dtype,
         k_scale=k_scale,
         v_scale=v_scale,
+        k_scales=k_scales,
+        v_scales=v_scales,
         alibi_slopes=alibi_slopes,
         window=window,
         softcap=softcap,
@@ -116,6 +122,8 @@ def prefill_attention(
     kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     alibi_slopes: Array | None = None,
     window: int | None = None,
     window_right: int | None = None,
@@ -188,6 +196,8 @@ def prefill_attention(
             kv_dtype=kv_dtype,
             k_scale=k_scale,
             v_scale=v_scale,
+            k_scales=k_scales,
+            v_scales=v_scales,
         )
         if rest is not None:
             own, rest = _mask_of(rest, visible.shape)
@@ -375,8 +385,10 @@ def gather_kv(
     kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Dense keys and values of one sequence, fp8 widened.
+    """Dense keys and values of one sequence, 8 bits widened.
 
     Parameters
     ----------
@@ -408,6 +420,9 @@ def gather_kv(
     else:
         k, v = k_cache[block, :, :, offset], v_cache[block, :, :, offset]
         k = k.reshape(v.shape)  # (L, Hkv, D / x, x)
+    if k_scales is not None and v_scales is not None:
+        rows: Any = (block, offset) if layout == "NHD" else (block, slice(None), offset)
+        k_scale, v_scale = k_scales[rows], v_scales[rows]  # (L, Hkv)
     return _widened(k, kv_dtype, k_scale), _widened(v, kv_dtype, v_scale)
 
 
@@ -423,6 +438,8 @@ def write_kv(
     kv_dtype: KvDtype | None = None,
     k_scale: Scale = None,
     v_scale: Scale = None,
+    k_scales: Array | None = None,
+    v_scales: Array | None = None,
     cos: Array | None = None,
     sin: Array | None = None,
     positions: Array | None = None,
@@ -452,13 +469,16 @@ def write_kv(
     if cos is not None and sin is not None and positions is not None:
         at = np.where(slots < 0, 0, positions)  # those of skipped tokens may be anything
         k = apply_rotary(k, None, cos, sin, at, interleaved=interleaved)[0].astype(k.dtype)
-    k = _narrowed(k, k_cache.dtype, kv_dtype, k_scale)
-    v = _narrowed(v, v_cache.dtype, kv_dtype, v_scale)
+    k, k_rows = _narrowed(k, k_cache.dtype, kv_dtype, k_scale)
+    v, v_rows = _narrowed(v, v_cache.dtype, kv_dtype, v_scale)
     block_size = _block_size(k_cache, layout)
     for token, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
         block, offset = slot // block_size, slot % block_size
+        if k_scales is not None and v_scales is not None:
+            row = (block, offset) if layout == "NHD" else (block, slice(None), offset)
+            k_scales[row], v_scales[row] = k_rows[token], v_rows[token]
         if layout == "NHD":
             k_cache[block, offset], v_cache[block, offset] = k[token], v[token]
         elif layout == "HND":
@@ -475,19 +495,27 @@ def _block_size(k_cache: Array, layout: Layout) -> int:
 def _widened(x: Array, kv_dtype: KvDtype | None, scale: Scale) -> Array:
     if kv_dtype is None:
         return x.astype(np.float64)
-    return x.view(FP8_DTYPES[kv_dtype]).astype(np.float64) * _per_head(scale).astype(np.float64)
+    codes = x if kv_dtype == "int8" else x.view(FP8_DTYPES[kv_dtype])
+    return codes.astype(np.float64) * _per_head(scale).astype(np.float64)
 
 
-def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: KvDtype | None, scale: Scale) -> Array:
+def _narrowed(x: Array, dtype: np.dtype[Any], kv_dtype: KvDtype | None, scale: Scale) -> tuple[Array, Array]:
+    """The elements of x (T, Hkv, D), and the scales of its rows (T, Hkv), which only int8 stores."""
     if kv_dtype is None:
-        return x.astype(dtype)
+        return x.astype(dtype), np.ones(x.shape[:2], np.float32)
+    if kv_dtype == "int8":  # in float32, as in every backend
+        x = x.astype(np.float32)
+        scales = abs(x).max(axis=2, initial=0) / np.float32(127)
+        scales[~np.isfinite(scales)] = np.nan
+        codes = np.clip(np.rint(x / scales[..., None]), -127, 127)
+        return np.where(scales[..., None] > 0, codes, 0).astype(np.int8), scales
     fp8 = FP8_DTYPES[kv_dtype]
     largest = float(ml_dtypes.finfo(fp8).max)
     # The division is a float32 one, as it is in every backend; NaN passes through clip.
     scaled = x.astype(np.float32) / _per_head(scale)
-    return np.clip(scaled, -largest, largest).astype(fp8).view(np.uint8)
+    return np.clip(scaled, -largest, largest).astype(fp8).view(np.uint8), np.ones(x.shape[:2], np.float32)
 
 
 def _per_head(scale: Scale) -> Array:
-    """The scale as float32, shaped to multiply (..., num_kv_heads, head_dim)."""
+    """The scale as float32, of all heads, of each or of each row, shaped to multiply (..., num_kv_heads, head_dim)."""
     return np.asarray(1.0 if scale is None else scale, np.float32)[..., None]

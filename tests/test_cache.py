@@ -246,7 +246,11 @@ def test_cupy_without_a_gpu_is_an_error(monkeypatch):
         ({"array_module": "jax"}, ValueError, r"^array_module must be numpy, torch or cupy, or .* one, got 'jax'$"),
         ({"array_module": 3}, ValueError, r"^array_module must be numpy, torch or cupy, or .* one, got 3$"),
         ({"layout": "nhd"}, ValueError, r"^layout must be \"NHD\", \"HND\" or \"vllm\", got 'nhd'$"),
-        ({"dtype": "int8"}, TypeError, r"^dtype must be float32, float16 or bfloat16, got 'int8'$"),
+        (
+            {"dtype": "int8"},
+            TypeError,
+            r"^dtype must be float32, float16 or bfloat16, got 'int8': for a cache in 8 bits pass kv_dtype=",
+        ),
         ({"kv_dtype": "fp8"}, ValueError, r"^kv_dtype must be"),
         ({"k_scale": 2.0}, ValueError, r"^k_scale needs an fp8 cache, got a cache of float32$"),
         ({"v_scale": [np.ones(1)]}, ValueError, r"^v_scale needs an fp8 cache, got a cache of float32$"),

@@ -16,12 +16,15 @@ from pagedkv.layouts import FORMATS, CacheSpec, Geometry, KvFormat, cache_geomet
         ("vllm", "float32", (9, 2, 16, 16, 4), (9, 2, 64, 16)),
         ("vllm", "bfloat16", (9, 2, 8, 16, 8), (9, 2, 64, 16)),
         ("vllm", "fp8_e4m3", (9, 2, 4, 16, 16), (9, 2, 64, 16)),
+        ("NHD", "int8", (9, 16, 2, 64), (9, 16, 2, 64)),
+        ("vllm", "int8", (9, 2, 4, 16, 16), (9, 2, 64, 16)),
     ],
 )
 def test_caches_have_the_sizes_they_were_made_of(layout, name, k_shape, v_shape):
     kv_format = FORMATS[name]
     parts = kv_format.parts(layout, 9, 16, 2, 64)
-    assert parts == ((k_shape, kv_format.stored), (v_shape, kv_format.stored))
+    scales = [((9, 2, 16), np.float32)] * 2 if name == "int8" else []
+    assert parts == ((k_shape, kv_format.stored), (v_shape, kv_format.stored), *scales)
     assert [part.nbytes for part in parts] == [np.zeros(*part).nbytes for part in parts]
     geometry = cache_geometry(layout, k_shape, v_shape, kv_format.stored.itemsize)
     assert geometry == Geometry(num_blocks=9, block_size=16, num_kv_heads=2, head_dim=64)
@@ -84,8 +87,8 @@ def test_other_dtypes_are_refused(dtype):
 
 
 def test_other_kv_dtype():
-    with pytest.raises(ValueError, match='kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got \'int8\''):
-        KvFormat.of(np.float32, "int8")
+    with pytest.raises(ValueError, match='kv_dtype must be None, "fp8_e4m3", "fp8_e5m2" or "int8", got \'int4\''):
+        KvFormat.of(np.float32, "int4")
 
 
 def test_what_formats_say_of_their_rows():
@@ -101,5 +104,6 @@ def test_what_formats_say_of_their_rows():
         "bfloat16": (False, "bfloat16", ["bfloat16", "float32"]),
         "fp8_e4m3": (True, "float32", sorted(floats)),
         "fp8_e5m2": (True, "float32", sorted(floats)),
+        "int8": (True, "float32", sorted(floats)),
     }
     assert len({kv_format.wire_word for kv_format in FORMATS.values()}) == len(FORMATS)

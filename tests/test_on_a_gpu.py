@@ -78,7 +78,7 @@ def test_caches(framework, layout, kind):
     k, v = rng.standard_normal((2, 5, 2, 16)).astype(np.float32)
     slots, table = np.array([3, -1, 47, 8, 0]), np.array([5, 0, 1, -1], np.int32)
     options = {"layout": layout, "kv_dtype": kind if kv_format.coded else None}
-    if kv_format.scaled:
+    if kv_format.scale == "call":
         options |= {"k_scale": 0.5, "v_scale": np.array([0.25, 3], np.float32)}
     pairs, there, back = np.array([[0, 2], [1, 3]]), np.array([[5, 0], [3, 5]]), np.array([[0, 4]])
     results = []

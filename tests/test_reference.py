@@ -82,6 +82,9 @@ def element(problem, which, seq, position, head, d):
     else:
         index = (block, head, d, offset)
     value = cache[index]
+    if spec.has_scales:
+        row = (block, offset, head) if spec.layout == "NHD" else (block, head, offset)
+        return float(value) * float(problem.options[f"{which}_scales"][row])
     if not spec.is_fp8:
         return float(value)
     scale = problem.options.get(f"{which}_scale", 1.0)
@@ -95,6 +98,8 @@ BY_NUMBERS = [
     Spec(**SMALL, alibi=True, window=3, score_mod=own_parity),
     Spec(**SMALL, kv_dtype="fp8_e4m3", kv_scales="per head", q_dtype="bfloat16", strides="strided", sinks=True),
     Spec(**{**SMALL, "block_size": 8, "head_dim": 16}, kv_dtype="fp8_e5m2", layout="vllm", kv_scales="scalar"),
+    Spec(**SMALL, kv_dtype="int8", strides="strided", window=3),
+    Spec(**{**SMALL, "block_size": 8, "head_dim": 16}, kv_dtype="int8", layout="vllm", q_dtype="float16"),
     Spec(**{**SMALL, "block_size": 8}, layout="vllm", strides="halves", score_mod=own_parity, sinks=True),
     Spec(**SMALL, query_lens=(5, 0, 1, 4), padding_rows=2, alibi=True, window=2, sinks=True),
     Spec(**SMALL, query_lens=(9, 0, 0, 2), causal=False, alibi=True, window=4, softcap=2.0),
@@ -228,6 +233,22 @@ def test_fp8_writing_rounds_to_nearest_saturates_and_keeps_nan(kv_dtype):
     reference.write_kv(special, special, cache, cache.copy(), np.arange(3), kv_dtype=kv_dtype)
     written, _ = reference.gather_kv(cache, cache, np.arange(3), 3, kv_dtype=kv_dtype)
     np.testing.assert_array_equal(written.ravel(), [np.nan, numbers[-1], numbers[0]])
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
+def test_rows_of_int8_come_back_within_half_a_code(layout):
+    """Also where 128 codes a side would be exact: the largest of a row is exact, and keeps its sign."""
+    k, v = np.random.default_rng(0).standard_normal((2, 20, 3, 16), np.float32)
+    k_cache, v_cache = in_layout(*np.zeros((2, 5, 8, 3, 16), np.int8), layout)
+    k_scales, v_scales = in_layout(*np.full((2, 5, 8, 3), np.nan, np.float32), layout)
+    options = {"layout": layout, "kv_dtype": "int8", "k_scales": k_scales, "v_scales": v_scales}
+    reference.write_kv(k, v, k_cache, v_cache, np.arange(20), **options)
+    back = reference.gather_kv(k_cache, v_cache, np.arange(3), 20, **options)
+    for x, y in zip((k, v), back, strict=True):
+        largest = np.abs(x).max(axis=2, keepdims=True)
+        assert (np.abs(x - y) <= largest / 254 * (1 + 1e-6)).all()
+        np.testing.assert_allclose(np.abs(y).max(axis=2, keepdims=True), largest, rtol=1e-6)
+    assert np.isnan(k_scales).sum() == (40 - 20) * 3
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])

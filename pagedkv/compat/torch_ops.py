@@ -19,7 +19,8 @@ from .names import missing_names
 
 # What torch's schemas call the types of the options.
 _TYPES = {
-    **dict.fromkeys(("k_scale", "v_scale", "alibi_slopes", "sinks", "leftpad", "mask"), "Tensor?"),
+    **dict.fromkeys(("k_scale", "v_scale", "k_scales", "v_scales"), "Tensor?"),
+    **dict.fromkeys(("alibi_slopes", "sinks", "leftpad", "mask"), "Tensor?"),
     **dict.fromkeys(("cos", "sin", "positions"), "Tensor?"),
     **dict.fromkeys(("causal", "exact", "interleaved"), "bool"),
     **dict.fromkeys(("layout", "kernel"), "str"),
@@ -69,20 +70,21 @@ def _library() -> torch.library.Library:
         define(function.__name__, f"({parameters}) -> Tensor", function, _like)
         with_lse = f"({parameters}, bool return_lse) -> (Tensor, Tensor)"
         define(f"{function.__name__}.lse", with_lse, _with_lse(function), _like_with_lse)
-    parameters = _parameters(write_kv, mutated={"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"})
+    mutated = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)", "k_scales": "Tensor(c!)?", "v_scales": "Tensor(d!)?"}
+    parameters = _parameters(write_kv, mutated)
     define("write_kv", f"({parameters}) -> ()", _write, lambda *args, **options: None)
     return library
 
 
 def _parameters(function: Callable[..., Any], mutated: dict[str, str] | None = None) -> str:
     """Write the parameters of a function as a schema of torch."""
-    required, options = [], []
+    types, required, options = _TYPES | (mutated or {}), [], []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is inspect.Parameter.empty:
-            required.append(f"{(mutated or {}).get(name, 'Tensor')} {name}")
+            required.append(f"{types.get(name, 'Tensor')} {name}")
         elif name not in _LEFT_OUT:
             default = f'"{parameter.default}"' if isinstance(parameter.default, str) else parameter.default
-            options.append(f"{_TYPES[name]} {name}={default}")
+            options.append(f"{types[name]} {name}={default}")
     return ", ".join([*required, "*", *options])
 
 
@@ -116,8 +118,9 @@ def _with_lse(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _write(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, **options: Any) -> None:
     # Otherwise torch would not notice that what it kept of a cache for a gradient has changed.
-    for written in (k_cache, v_cache):
-        torch.autograd.graph.increment_version(written)
+    for written in (k_cache, v_cache, options.get("k_scales"), options.get("v_scales")):
+        if written is not None:
+            torch.autograd.graph.increment_version(written)
     write_kv(k, v, k_cache, v_cache, slots, **options)
 
 

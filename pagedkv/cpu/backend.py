@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arithmetic import with_default_float_env
 from ..arrays import Array
-from ..calls import AttentionCall, WriteCall
+from ..calls import AttentionCall, Caches, WriteCall
 from ..kernel_cache.compile_thread import made_once
 from . import blocks, merge, rotary
 
@@ -44,8 +44,6 @@ def plan(call: AttentionCall) -> AttentionPlan:
 
 
 @with_default_float_env
-def run(
-    plan: AttentionPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
-) -> None:
+def run(plan: AttentionPlan, q: Array, caches: Caches, out: Array, lse: Array | None, *, is_given: bool) -> None:
     """Run a plan with q and caches that are like those it was made for."""
-    plan.run(q, k_cache, v_cache, out, lse, is_given)
+    plan.run(q, caches, out, lse, is_given)

@@ -34,11 +34,11 @@ def write_kv(call: WriteCall) -> None:
     if rotation is not None:
         positions = rotation.positions if kept is None else rotation.positions[kept]
         k = rotated(k, rotation.cos, rotation.sin, positions, interleaved=rotation.interleaved)
-    keys, values = _encode(k, spec.format, call.k_scale), _encode(v, spec.format, call.v_scale)
     writes: list[Write] = []
-    for x, cache in ((keys, call.k_cache), (values, call.v_cache)):
-        tokens = _tokens(cache, spec.layout)
-        writes.append((tokens, at, x.reshape(len(x), *tokens.shape[2:])))
+    for x, scale, caches in ((k, call.k_scale, call.caches[::2]), (v, call.v_scale, call.caches[1::2])):
+        for encoded, cache in zip(_encode(x, spec.format, scale), caches, strict=True):
+            tokens = _tokens(cache, spec.layout)
+            writes.append((tokens, at, encoded.reshape(len(x), *tokens.shape[2:])))
     commit(writes)
 
 
@@ -66,12 +66,14 @@ def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
     size = spec.block_size
     # Few blocks at a time, so that what indexing returns is still in the processor's caches when it is copied.
     piece = size * max(1, PIECE_BYTES // (size * spec.num_kv_heads * spec.head_dim * k.itemsize))
-    for cache, scale, result in ((call.k_cache, call.k_scale, k), (call.v_cache, call.v_scale, v)):
-        blocks, scales = _tokens(cache, spec.layout), per_head(scale, spec.num_kv_heads)
+    for caches, scale, result in ((call.caches[::2], call.k_scale, k), (call.caches[1::2], call.v_scale, v)):
+        blocks, *of_rows = (_tokens(cache, spec.layout) for cache in caches)
+        of_heads = per_head(scale, spec.num_kv_heads)
         for first in range(0, call.seq_len, piece):
             some = result[first : first + piece]
-            codes = blocks[call.block_table[first // size : -(-(first + len(some)) // size)]]
-            _decode(codes.reshape(-1, *codes.shape[2:])[: len(some)], spec.format, scales, some)
+            table = call.block_table[first // size : -(-(first + len(some)) // size)]
+            factors = _of_tokens(of_rows[0][table], len(some)).view(np.float32) if of_rows else of_heads
+            _decode(_of_tokens(blocks[table], len(some)), spec.format, factors, some)
 
 
 def copy_blocks(call: CopyCall) -> None:
@@ -96,28 +98,36 @@ def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -
 
 
 def _tokens(cache: Array, layout: str) -> Array:
-    """A view of the bits of a cache as (num_blocks, block_size, ...), with offsets in a block as the second axis."""
+    """A view of the bits of a cache, or of scales, as (num_blocks, block_size, ...), by offsets in a block."""
     elements = bits(cache)
     if layout == "NHD":
         return elements
-    if layout == "HND":
-        return elements.transpose(0, 2, 1, 3)
+    if layout == "HND" or cache.ndim == 3:
+        return elements.swapaxes(1, 2)
     return elements.transpose(0, 3, 1, 2, *range(4, cache.ndim))
 
 
-def _decode(codes: Array, kv_format: KvFormat, scale: npt.NDArray[np.float32], result: Array) -> None:
-    """Fill `result` (T, Hkv, D) with the values of a cache's elements."""
+def _of_tokens(blocks: Array, count: int) -> Array:
+    """The first tokens (count, ...) of blocks (num_blocks, block_size, ...)."""
+    return blocks.reshape(-1, *blocks.shape[2:])[:count]
+
+
+def _decode(codes: Array, kv_format: KvFormat, scales: npt.NDArray[np.float32], result: Array) -> None:
+    """Fill `result` (T, Hkv, D) with the values of a cache's elements; scales are (Hkv,) or (T, Hkv)."""
     if not kv_format.coded:
         result.view(codes.dtype).reshape(codes.shape)[...] = codes
         return
     wide = np.ascontiguousarray(codes).reshape(result.shape).view(kv_format.element).astype(np.float32)
-    np.multiply(wide, scale[:, None], out=result)
+    np.multiply(wide, scales[..., None], out=result)
 
 
-def _encode(x: Array, kv_format: KvFormat, scale: Scale) -> Array:
-    """The bits of x (T, Hkv, D) as elements of a cache."""
+def _encode(x: Array, kv_format: KvFormat, scale: Scale) -> tuple[Array, ...]:
+    """The bits of x (T, Hkv, D) as elements of a cache, and those of the scales of rows (T, Hkv) that have them."""
+    if kv_format.scale == "row":
+        codes, scales = kv_format.quantise(x.astype(np.float32, copy=False))
+        return bits(codes), bits(scales)
     if not kv_format.coded:
-        return bits(kv_format.narrow(x))
+        return (bits(kv_format.narrow(x)),)
     wide = (x.astype(np.float32, copy=False) / per_head(scale, x.shape[1])[:, None]).view(np.uint32)
     # Truncate to 16 bits with a sticky last bit: rounding that to nearest even gives the same code as rounding the
     # float32, and 65,536 cases fit a table.
@@ -125,7 +135,7 @@ def _encode(x: Array, kv_format: KvFormat, scale: Scale) -> Array:
     low += np.uint32(0xFFFF)
     low |= wide
     low >>= np.uint32(16)
-    return np.take(_codes(kv_format), low)
+    return (np.take(_codes(kv_format), low),)
 
 
 @lru_cache(maxsize=2)

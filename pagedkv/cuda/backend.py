@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..arrays import Array, address_of, current_streams
-from ..calls import AttentionCall, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
+from ..calls import AttentionCall, Caches, CopyCall, GatherCall, MergeCall, RotaryCall, SwapCall, WriteCall
 from ..placement import Placement
 from . import bad_entries, driver
 from .device import Device
@@ -33,12 +33,10 @@ class KernelBackend:
         with self._device_of(call.placement) as device:
             return call.placement._replace(beside=None), attention.plan(device, call)
 
-    def run(
-        self, plan: Any, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
-    ) -> None:
+    def run(self, plan: Any, q: Array, caches: Caches, out: Array, lse: Array | None, *, is_given: bool) -> None:
         placement, made = plan
         with self._device_of(placement) as device:
-            run_plan(device, made, q, k_cache, v_cache, out, lse)
+            run_plan(device, made, q, caches, out, lse)
 
     def write_kv(self, call: WriteCall) -> None:
         if len(call.slots):
@@ -90,10 +88,9 @@ class GpuBackend(KernelBackend):
         self.plans.add(call.arguments, made)
         return made
 
-    def run(
-        self, plan: GpuPlan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, *, is_given: bool
-    ) -> None:
-        addresses = [*map(address_of, (q, k_cache, v_cache)), *plan.addresses[3:-1], address_of(out)]
+    def run(self, plan: GpuPlan, q: Array, caches: Caches, out: Array, lse: Array | None, *, is_given: bool) -> None:
+        brought = [*map(address_of, (q, *caches))]
+        addresses = [*brought, *plan.addresses[len(brought) : -1], address_of(out)]
         plan.run(plan.stream, [*addresses, 0 if lse is None else address_of(lse)])
 
     def raise_if_failed(self) -> None:

@@ -30,6 +30,8 @@ def decode_attention(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     alibi_slopes: Any = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -52,8 +54,8 @@ def decode_attention(
     q : (num_seqs, num_heads, head_dim) array
         float32, float16 or bfloat16; num_heads is a multiple of num_kv_heads, head_dim a multiple of 8 from 8 to 512.
     k_cache, v_cache : array
-        The blocks, shaped as `layout` says; of q's dtype, or any of the three when q is float32, or uint8 for fp8.
-        Any outer strides; the arrays are never copied.
+        The blocks, shaped as `layout` says; of q's dtype, or any of the three when q is float32, or uint8 for fp8, or
+        int8. Any outer strides; the arrays are never copied.
     block_tables : (num_seqs, max_blocks) int32 array
         Logical block j of sequence i is physical block ``block_tables[i, j]``. Entries at or past
         ``ceil(seq_lens[i] / block_size)`` may hold anything.
@@ -70,10 +72,14 @@ def decode_attention(
         NHD is (num_blocks, block_size, num_kv_heads, head_dim), HND is (num_blocks, num_kv_heads, block_size,
         head_dim), both for K and V; vllm has K (num_blocks, num_kv_heads, head_dim / x, block_size, x) with
         x = 16 / itemsize and V (num_blocks, num_kv_heads, head_dim, block_size).
-    kv_dtype : {None, "fp8_e4m3", "fp8_e5m2"}
-        The fp8 format of uint8 caches.
+    kv_dtype : {None, "fp8_e4m3", "fp8_e5m2", "int8"}
+        The format of caches in 8 bits: fp8 of uint8 ones, or int8.
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: positive and finite, ``value = code * scale``; 1.0 if None.
+    k_scales, v_scales : array, optional
+        For int8 caches, which need both: the float32 scale of each row as `write_kv` stores it, ``value = code *
+        scale``; (num_blocks, block_size, num_kv_heads) in NHD and (num_blocks, num_kv_heads, block_size) in HND and
+        vllm, with any positive strides.
     alibi_slopes : (num_heads,) float32 array, optional
         Takes ``slope * abs(q_pos - k_pos)`` away from a logit.
     window : int, optional
@@ -150,8 +156,8 @@ def decode_attention(
     arguments = AttentionArguments(
         q, k_cache, v_cache, block_tables, seq_lens,
         max_seq_len=max_seq_len, scale=scale, layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale,
-        alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel,
-        backend=backend, out=out, return_lse=return_lse, check=check,
+        k_scales=k_scales, v_scales=v_scales, alibi_slopes=alibi_slopes, window=window, softcap=softcap, sinks=sinks,
+        score_mod=score_mod, kernel=kernel, backend=backend, out=out, return_lse=return_lse, check=check,
     )  # fmt: skip
     return attend(arguments)
 
@@ -173,6 +179,8 @@ def prefill_attention(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     alibi_slopes: Any = None,
     window: int | None = None,
     window_right: int | None = None,
@@ -210,7 +218,7 @@ def prefill_attention(
     exact : bool
         Give a row the same bits however many query tokens its sequence has, also where CUDA would otherwise split the
         keys: see Notes. On the CPU this always holds.
-    scale, layout, kv_dtype, k_scale, v_scale, softcap, sinks, score_mod, kernel, backend
+    scale, layout, kv_dtype, k_scale, v_scale, k_scales, v_scales, softcap, sinks, score_mod, kernel, backend
         As in :func:`~pagedkv.decode_attention`.
     alibi_slopes : (num_heads,) or (num_seqs, num_heads) float32 array, optional
         Slopes for all sequences, or for each.
@@ -282,9 +290,9 @@ def prefill_attention(
     arguments = AttentionArguments(
         q, k_cache, v_cache, block_tables, seq_lens, query_starts, ragged=True, causal=causal, exact=exact,
         max_seq_len=max_seq_len, scale=scale, layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale,
-        alibi_slopes=alibi_slopes, window=window, window_right=window_right, leftpad=leftpad, mask=mask,
-        softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel, backend=backend, out=out,
-        return_lse=return_lse, check=check,
+        k_scales=k_scales, v_scales=v_scales, alibi_slopes=alibi_slopes, window=window, window_right=window_right,
+        leftpad=leftpad, mask=mask, softcap=softcap, sinks=sinks, score_mod=score_mod, kernel=kernel, backend=backend,
+        out=out, return_lse=return_lse, check=check,
     )  # fmt: skip
     return attend(arguments)
 
@@ -307,7 +315,7 @@ def attend(arguments: AttentionArguments) -> Any:
     if call.has_rows:
         backend = backend_of(call.placement)
         plan = backend.plan(call)
-        backend.run(plan, call.q, call.k_cache, call.v_cache, result, lses, is_given=call.out is not None)
+        backend.run(plan, call.q, call.caches, result, lses, is_given=call.out is not None)
     return (out, lse) if arguments.return_lse else out
 
 

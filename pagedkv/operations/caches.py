@@ -22,6 +22,8 @@ def write_kv(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
@@ -35,7 +37,7 @@ def write_kv(
     Parameters
     ----------
     k, v : (num_tokens, num_kv_heads, head_dim) array
-        Of the cache's dtype, or float32, which is rounded to it; float32, float16 or bfloat16 for fp8 caches,
+        Of the cache's dtype, or float32, which is rounded to it; float32, float16 or bfloat16 for caches in 8 bits,
         each on its own.
     k_cache, v_cache : array
         Shaped as `layout` says (see :func:`~pagedkv.decode_attention`); written in place, so they must be writable and
@@ -47,6 +49,11 @@ def write_kv(
     k_scale, v_scale : float or (num_kv_heads,) float32 array, optional
         For fp8 caches: values are divided by it in float32, rounded to nearest even, and saturate at the largest
         finite value; NaN stays NaN. 1.0 if None.
+    k_scales, v_scales : array, optional
+        For int8 caches, shaped as in :func:`~pagedkv.decode_attention`; written in place like the caches. The scale of
+        a row is the largest of its absolute values divided by 127, and a code is a number of the row divided by that,
+        both rounded to float32 and the code then to the nearest integer, ties to even. A row of zeros has scale 0, and
+        one that holds a NaN or an infinity scale NaN.
     cos, sin : (max_positions, rotary_dim / 2) array, optional
         Tables for a rotary position embedding of the stored keys, as in :func:`~pagedkv.apply_rotary`: float32, or of
         k's dtype. `k` itself does not change.
@@ -77,7 +84,7 @@ def write_kv(
 
     With tables the caches get the same bits as from ``write_kv(apply_rotary(q, k, cos, sin, positions)[1], v, ...)``: a
     rotated key is rounded to k's dtype, and then to that of the cache, or divided by its scale in float32 and rounded
-    to fp8. Only the bits of a NaN may differ, on a GPU and in the emulator.
+    to 8 bits. Only the bits of a NaN may differ, on a GPU and in the emulator.
 
     Examples
     --------
@@ -92,8 +99,9 @@ def write_kv(
     """
     call = write_call(
         k, v, k_cache, v_cache, slots,
-        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, cos=cos, sin=sin, positions=positions,
-        rotary_dim=rotary_dim, interleaved=interleaved, backend=backend, check=check,
+        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, k_scales=k_scales, v_scales=v_scales,
+        cos=cos, sin=sin, positions=positions, rotary_dim=rotary_dim, interleaved=interleaved, backend=backend,
+        check=check,
     )  # fmt: skip
     backend_of(call.placement).write_kv(call)
 
@@ -109,6 +117,8 @@ def gather_kv(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     backend: Backend = "auto",
 ) -> tuple[Any, Any]:
     """Gather the keys and values of one sequence into new, dense arrays.
@@ -121,13 +131,13 @@ def gather_kv(
         The sequence's row of the block tables; entries past its last block may hold anything.
     seq_len : int
         Tokens to gather, from 0 to max_blocks * block_size.
-    layout, kv_dtype, k_scale, v_scale, backend
+    layout, kv_dtype, k_scale, v_scale, k_scales, v_scales, backend
         As in :func:`~pagedkv.decode_attention`.
 
     Returns
     -------
     k, v : (seq_len, num_kv_heads, head_dim) array
-        In the cache's dtype and framework; fp8 is widened to float32 and multiplied by its scale.
+        In the cache's dtype and framework; 8 bits are widened to float32 and multiplied by their scale.
 
     Raises
     ------
@@ -152,7 +162,8 @@ def gather_kv(
     """
     call = gather_call(
         k_cache, v_cache, block_table, seq_len,
-        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, backend=backend,
+        layout=layout, kv_dtype=kv_dtype, k_scale=k_scale, v_scale=v_scale, k_scales=k_scales, v_scales=v_scales,
+        backend=backend,
     )  # fmt: skip
     shape = call.seq_len, call.spec.num_kv_heads, call.spec.head_dim
     remedy = "convert the caches to one of them"
@@ -163,7 +174,9 @@ def gather_kv(
 
 
 @between_graphs
-def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "auto") -> None:
+def copy_blocks(
+    k_cache: Any, v_cache: Any, pairs: Any, *, k_scales: Any = None, v_scales: Any = None, backend: Backend = "auto"
+) -> None:
     """Copy whole blocks within the caches of one layer, or of all layers in one call.
 
     This is what copy-on-write needs: pass the copies that an append returned before writing to its slots.
@@ -175,6 +188,8 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "a
         writable and sharing no element with each other.
     pairs : (num_pairs, 2) int64 array
         Source block and destination block of each copy.
+    k_scales, v_scales : array or list of arrays, optional
+        The scales of int8 caches, in the order of the caches.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice
         "auto" follows the arrays. An `emulator.EmulatorDevice` decides what is checked and counted.
 
@@ -208,7 +223,7 @@ def copy_blocks(k_cache: Any, v_cache: Any, pairs: Any, *, backend: Backend = "a
     >>> k_cache[:, 0, 0, 0]
     array([1., 0., 0., 1.], dtype=float32)
     """
-    call = copy_call(k_cache, v_cache, pairs, backend=backend)
+    call = copy_call(k_cache, v_cache, pairs, k_scales=k_scales, v_scales=v_scales, backend=backend)
     backend_of(call.placement).copy_blocks(call)
 
 
@@ -220,7 +235,7 @@ def swap_blocks(source: Any, destination: Any, pairs: Any, *, backend: Backend =
     ----------
     source, destination : array, (k, v) pair, or list of them
         Caches of any layout, built alike: the same nesting, block shapes and dtypes. The two pools may differ in
-        num_blocks. `destination` is written in place.
+        num_blocks. `destination` is written in place. The scales of int8 caches move as further arrays of the lists.
     pairs : (num_pairs, 2) int64 array
         Block of `source` and block of `destination` of each copy.
     backend : {"auto", "cpu", "cuda", "emulator"} or EmulatorDevice

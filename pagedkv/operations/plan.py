@@ -15,7 +15,7 @@ import numpy as np
 from ..arrays import Array, DeviceArgument, between_graphs, device_kinds, identify, make_shadow
 from ..backends import backend_of
 from ..buckets import bucket
-from ..calls import AttentionArguments, AttentionCall
+from ..calls import CACHES, AttentionArguments, AttentionCall, Caches, caches_of
 from ..cpu.threads import get_num_threads
 from ..environment import check_setting
 from ..layouts import FLOAT32
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..cuda.plans.gpu_plan import GpuPlan
 
 MOST_PLANS = 1024
-_BROUGHT = "q", "k_cache", "v_cache"  # by each run
+_BROUGHT = "q", *CACHES  # by each run
 _NEVER_READ = 256  # the address of arrays of which only shape, strides and dtype matter
 _ALIGNED = 0x0100  # of flags.num
 # Options that plain values describe in full; a call with another one is validated every time.
@@ -49,28 +49,29 @@ class _HostPlan:
     """A plan of a call on the host, of the values that its tables and lengths had."""
 
     def __init__(self, call: AttentionCall) -> None:
-        self._facts = [_facts(x) for x in (call.q, call.k_cache, call.v_cache)]
+        self._facts = [_facts(x) for x in (call.q, *call.caches)]
         self._returns_lse = call.arguments.return_lse
         self._placement, self._mask = call.placement._replace(beside=None), call.options.mask
         self._backend = backend_of(call.placement)
         self._plan = self._backend.plan(call) if call.has_rows else None
 
-    def run(self, q: Any, k_cache: Any, v_cache: Any, out: Any) -> Any:
+    def run(self, q: Any, k_cache: Any, v_cache: Any, scales: tuple[Any, ...], out: Any) -> Any:
         """Run with q and caches that may differ from those of the call."""
-        views = _shadows_of(self._placement, q, k_cache, v_cache)
+        caches = k_cache, v_cache, *scales
+        views = _shadows_of(self._placement, self._facts, q, *caches)
         if [_facts(x) for x in views] != self._facts:
             _refuse(views, self._placement, [x[:3] for x in self._facts])
         require.row_alignment("k_cache", views[1], self._placement)
         require.row_alignment("v_cache", views[2], self._placement)
-        return self.attend(identify("q", q), views[0], views[1], views[2], out)
+        return self.attend(identify("q", q), views[0], tuple(views[1:]), out)
 
-    def attend(self, argument: Any, q: Array, k_cache: Array, v_cache: Array, out: Any = None) -> Any:
+    def attend(self, argument: Any, q: Array, caches: Caches, out: Any = None) -> Any:
         """Run with views that are like those of the call."""
         require.row_alignment("q", q, self._placement)
         is_given = out is not None
         if is_given:
             result = _shadow_of("out", out, self._placement)
-            inputs = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "mask": self._mask}
+            inputs = {**dict(zip(_BROUGHT, (q, *caches), strict=False)), "mask": self._mask}
             _require_out(result, q, inputs, self._placement)
         else:
             out, result = argument.new("out", q.shape, q.dtype, 0, "")
@@ -78,7 +79,7 @@ class _HostPlan:
         if self._returns_lse:
             lse, lses = argument.new("lse", q.shape[:2], FLOAT32, 0, "")
         if self._plan is not None:
-            self._backend.run(self._plan, q, k_cache, v_cache, result, lses, is_given=is_given)
+            self._backend.run(self._plan, q, caches, result, lses, is_given=is_given)
         return (out, lse) if self._returns_lse else out
 
 
@@ -88,44 +89,52 @@ class _DevicePlan:
     def __init__(self, call: AttentionCall) -> None:
         arguments = call.arguments
         self._kind = cast("type[DeviceArgument]", type(call.placement.beside))
-        self._facts = [device_kinds[type(x)].facts(x)[1] for x in arguments[:3]]
-        self._planned: _Planned = [(x.shape, x.strides, x.dtype) for x in (call.q, call.k_cache, call.v_cache)]
+        caches = caches_of(arguments.k_cache, arguments.v_cache, arguments.k_scales, arguments.v_scales)
+        self._facts = [device_kinds[type(x)].facts(x)[1] for x in (arguments.q, *caches)]
+        self._planned: _Planned = [(x.shape, x.strides, x.dtype) for x in (call.q, *call.caches)]
         self._placement = call.placement._replace(beside=None)
         self._returns_lse = arguments.return_lse
         self._out_facts: Hashable = None  # of the last valid `out`
-        self._owners = arguments[3:]  # of the memory at the plan's addresses
+        # of the memory at the plan's addresses
+        self._owners = arguments._replace(q=None, k_cache=None, v_cache=None, k_scales=None, v_scales=None)
         self._plan = cast("GpuBackend", backend_of(call.placement)).plan(call) if call.has_rows else None
-        self._fixed = () if self._plan is None else tuple(self._plan.addresses[3:-1])
+        self._fixed = () if self._plan is None else tuple(self._plan.addresses[len(self._facts) : -1])
         self._read = self._kind.facts
-        self._at = device_kinds[type(arguments.k_cache)].address, device_kinds[type(arguments.v_cache)].address
-        self._seen: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._at, self._of_scales = ([device_kinds[type(x)].address for x in some] for some in (caches[:2], caches[2:]))
+        self._seen: dict[tuple[int, ...], tuple[list[int], tuple[Any, ...]]] = {}
 
-    def run(self, q: Any, k_cache: Any, v_cache: Any, out: Any) -> Any:
+    def run(self, q: Any, k_cache: Any, v_cache: Any, scales: tuple[Any, ...], out: Any) -> Any:
         """Run with q and caches that may differ from those of the call."""
-        of_k, of_v = self._at
+        (of_k, of_v), of_scales = self._at, self._of_scales
         try:
             q_at, q_facts = self._read(q)
-            k_at, v_at = of_k(k_cache), of_v(v_cache)
+            at = [of_k(k_cache), of_v(v_cache)]
+            ids: tuple[int, ...] = id(k_cache), id(v_cache)
+            if scales or of_scales:
+                at += [address(x) for address, x in zip(of_scales, scales, strict=True)]
+                ids += tuple(map(id, scales))
         except _UNREADABLE:
-            _refuse(_shadows_of(self._placement, q, k_cache, v_cache), self._placement, self._planned)
+            shadows = _shadows_of(self._placement, self._planned, q, k_cache, v_cache, *scales)
+            _refuse(shadows, self._placement, self._planned)
         # All facts of a cache are read once, since the plan keeps what it has seen.
-        seen = self._seen.get((id(k_cache), id(v_cache)))
-        if q_facts != self._facts[0] or seen is None or seen[0] != k_at or seen[1] != v_at:
-            shadows = _shadows_of(self._placement, q, k_cache, v_cache)
-            if [device_kinds[type(x)].facts(x)[1] for x in (q, k_cache, v_cache)] != self._facts:
+        seen = self._seen.get(ids)
+        if q_facts != self._facts[0] or seen is None or seen[0] != at:
+            caches = k_cache, v_cache, *scales
+            shadows = _shadows_of(self._placement, self._planned, q, *caches)
+            if [device_kinds[type(x)].facts(x)[1] for x in (q, *caches)] != self._facts:
                 _refuse(shadows, self._placement, self._planned)
             if len(self._seen) >= MOST_PLANS:
                 self._seen.clear()
-            self._seen[id(k_cache), id(v_cache)] = k_at, v_at, k_cache, v_cache
-        return self.attend(q, q_at, k_at, v_at, out)
+            self._seen[ids] = at, caches
+        return self.attend(q, q_at, at, out)
 
-    def attend(self, q: Any, q_at: int, k_at: int, v_at: int, out: Any = None) -> Any:
+    def attend(self, q: Any, q_at: int, at: list[int], out: Any = None) -> Any:
         """Run with arrays, by their addresses, that are like those of the call."""
         plan, like = self._plan, self._kind("q", q)
         if plan is None:
             out = like.empty("out", *self._planned[0][::2], "") if out is None else out
             return (out, like.empty("lse", q.shape[:2], FLOAT32, "")) if self._returns_lse else out
-        addresses = [q_at, k_at, v_at, *self._fixed, 0]
+        addresses = [q_at, *at, *self._fixed, 0]
         if out is not None:
             try:
                 addresses[-1], facts = device_kinds[type(out)].facts(out)
@@ -139,7 +148,7 @@ class _DevicePlan:
 
     def _require_out(self, out: Any, addresses: Sequence[int], plan: GpuPlan) -> None:
         shadows = [make_shadow(at, *x, False) for at, x in zip(addresses, self._planned, strict=False)]
-        inputs = {**dict(zip(_BROUGHT, shadows, strict=True)), **plan.arrays}
+        inputs = {**dict(zip(_BROUGHT, shadows, strict=False)), **plan.arrays}
         _require_out(_shadow_of("out", out, self._placement), shadows[0], inputs, self._placement)
 
 
@@ -167,7 +176,7 @@ class AttentionPlan:
     def __init__(self, arguments: AttentionArguments) -> None:
         call = attention_call(arguments)
         # For `refresh`: keep the metadata of q and caches alone.
-        views = zip(_BROUGHT, (call.q, call.k_cache, call.v_cache), strict=True)
+        views = zip(_BROUGHT, (call.q, *call.caches), strict=False)
         brought: dict[str, Any] = {
             name: make_shadow(_NEVER_READ, x.shape, x.strides, x.dtype, False) for name, x in views
         }
@@ -175,13 +184,17 @@ class AttentionPlan:
         self._plan: _HostPlan | _DevicePlan | None = (_HostPlan if call.placement.on_host else _DevicePlan)(call)
 
     @between_graphs
-    def run(self, q: Any, k_cache: Any, v_cache: Any, *, out: Any = None) -> Any:
+    def run(
+        self, q: Any, k_cache: Any, v_cache: Any, *, k_scales: Any = None, v_scales: Any = None, out: Any = None
+    ) -> Any:
         """Compute attention, as the planned call does with this q and these caches.
 
         Parameters
         ----------
         q, k_cache, v_cache : array
             Of the shape, strides, dtype and device that were planned.
+        k_scales, v_scales : array, optional
+            The scales of int8 caches, likewise.
         out : array of q's shape, optional
             Where to write the result: of q's dtype, C-contiguous, writable, overlapping no input.
 
@@ -200,7 +213,8 @@ class AttentionPlan:
             The GPU has no room for a workspace.
         """
         plan = self._plan or self._opened()
-        return plan.run(q, k_cache, v_cache, out)
+        scales = () if k_scales is v_scales is None else (k_scales, v_scales)
+        return plan.run(q, k_cache, v_cache, scales, out)
 
     @between_graphs
     def refresh(self) -> None:
@@ -310,8 +324,7 @@ def attend(
     plans: dict[Hashable, Any],
     caches_key: Hashable,
     q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    caches: tuple[Any, ...],
     where: dict[str, Any],
     stored: dict[str, Any],
     options: dict[str, Any],
@@ -327,8 +340,8 @@ def attend(
     caches_key
         Equal for calls whose caches have the same shapes, strides, dtypes and scales, so that they can share plans.
     q : (num_tokens, num_heads, head_dim) array
-    k_cache, v_cache : array
-        On the host NumPy views.
+    caches : tuple of array
+        The arrays of the layer, by `CACHES`; on the host NumPy views.
     where : dict
         block_tables, seq_lens and, for prefill_attention, query_starts.
     stored, options : dict
@@ -343,7 +356,7 @@ def attend(
     """
     out, chosen = options.pop("out", None), options.values()
     if not (_OPTIONS.issuperset(options) and _PLAIN_TYPES.issuperset(map(type, chosen))):
-        return operation(q, k_cache, v_cache, **where, **stored, **options, out=out)
+        return operation(q, **where, **dict(zip(CACHES, caches, strict=False)), **stored, **options, out=out)
     argument = identify("q", q)
     settings = *options, *chosen, *map(type, chosen)  # 1, 1.0 and True are equal, but not all are valid
     if not argument.on_device and type(where["seq_lens"]) is np.ndarray:
@@ -356,8 +369,8 @@ def attend(
         if on_host is None:
             copies = (np.frombuffer(raw, dtype).reshape(shape) for shape, dtype, raw in tables)
             where = dict(zip(where, copies, strict=True))
-            on_host = _kept(plans, key, _HostPlan, view, k_cache, v_cache, where, stored, options)
-        return on_host.attend(argument, view, k_cache, v_cache, out)
+            on_host = _kept(plans, key, _HostPlan, view, caches, where, stored, options)
+        return on_host.attend(argument, view, caches, out)
     try:
         kind = cast("DeviceArgument", argument)
         read, address = kind.facts, kind.address
@@ -366,10 +379,10 @@ def attend(
         key = caches_key, facts, *map(read, where.values()), bound, check_setting(), *settings
         on_device: _DevicePlan | None = plans.get(key)
     except _UNREADABLE:  # validation says what is wrong
-        return operation(q, k_cache, v_cache, **where, **stored, **options, out=out)
+        return operation(q, **where, **dict(zip(CACHES, caches, strict=False)), **stored, **options, out=out)
     if on_device is None:
-        on_device = _kept(plans, key, _DevicePlan, q, k_cache, v_cache, where, stored, options)
-    return on_device.attend(q, q_at, address(k_cache), address(v_cache), out)
+        on_device = _kept(plans, key, _DevicePlan, q, caches, where, stored, options)
+    return on_device.attend(q, q_at, [*map(address, caches)], out)
 
 
 def _kept(
@@ -377,15 +390,15 @@ def _kept(
     key: Hashable,
     kind: Callable[[AttentionCall], Any],
     q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    caches: tuple[Any, ...],
     where: dict[str, Any],
     stored: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
     """A new plan, which is kept under its key."""
     ragged = "query_starts" in where
-    plan = kind(attention_call(AttentionArguments(q, k_cache, v_cache, ragged=ragged, **where, **stored, **options)))
+    of_layer = dict(zip(CACHES, caches, strict=False))
+    plan = kind(attention_call(AttentionArguments(q, ragged=ragged, **of_layer, **where, **stored, **options)))
     if len(plans) >= MOST_PLANS:
         plans.clear()
     plans[key] = plan
@@ -418,21 +431,24 @@ def _shadow_of(name: str, x: Any, placement: Placement) -> Array:
     return shadow
 
 
-def _shadows_of(placement: Placement, *brought: Any) -> list[Array]:
-    return [_shadow_of(name, x, placement) for name, x in zip(_BROUGHT, brought, strict=True)]
+def _shadows_of(placement: Placement, planned: Sequence[Any], *brought: Any) -> list[Array]:
+    if len(brought) != len(planned):
+        given = "needs" if len(brought) < len(planned) else "takes no"
+        raise ValueError(f"the plan {given} k_scales and v_scales, as the call that was planned")
+    return [_shadow_of(name, x, placement) for name, x in zip(_BROUGHT, brought, strict=False)]
 
 
 def _refuse(given: Sequence[Array], placement: Placement, planned: _Planned) -> NoReturn:
     """Raise for the first array that is not as planned."""
-    for name, x, (shape, strides, dtype) in zip(_BROUGHT, given, planned, strict=True):
+    for name, x, (shape, strides, dtype) in zip(_BROUGHT, given, planned, strict=False):
         require.shape(name, x, "as planned", shape)
         require.dtype(name, x, dtype, ", as planned")
         require.memory({name: x}, placement)
         if x.strides != strides:
             raise ValueError(f"{name} must have strides {strides} in bytes, as planned, got {x.strides}")
     raise ValueError(
-        "q, k_cache and v_cache must be of the framework that was planned, begin at the same offset in 16 bytes, and "
-        "be as writable"
+        f"{', '.join(_BROUGHT[: len(planned) - 1])} and {_BROUGHT[len(planned) - 1]} must be of the framework that was "
+        "planned, begin at the same offset in 16 bytes, and be as writable"
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..calls import AttentionArguments
-from ..layouts import KvFormat, float_dtype
+from ..calls import CACHES, AttentionArguments
+from ..layouts import KvFormat, as_given, float_dtype
 from ..typing import KvDtype, Layout
 from ..validation import require
 from ..validation.attention import attention_call
@@ -65,9 +65,9 @@ def warmup(
     cache_dtype : dtype-like, optional
         The dtype of the caches; by default that of q.
     kv_dtype : str, optional
-        "fp8_e4m3" or "fp8_e5m2", for caches in uint8.
+        "fp8_e4m3" or "fp8_e5m2", for caches in uint8, or "int8".
     token_dtype : dtype-like, optional
-        The dtype of k and v in write_kv; by default that of the caches, or that of q for fp8 caches.
+        The dtype of k and v in write_kv; by default that of the caches, or that of q for caches in 8 bits.
     per_head_scales : bool
         Whether k_scale and v_scale of fp8 caches are arrays rather than numbers.
     score_mod : callable, optional
@@ -116,12 +116,14 @@ def warmup(
         raise TypeError(f'kernels must be a sequence of names, such as ["v1"], got {kernels!r}')
     require.boolean("per_head_scales", per_head_scales)
     require.boolean("prefill", prefill)
-    k_cache, v_cache = (np.zeros(*part) for part in kv_format.parts(layout, 2, block_size, num_kv_heads, head_dim))
+    parts = kv_format.parts(layout, 2, block_size, num_kv_heads, head_dim)
+    arrays = dict(zip(CACHES, as_given(layout, [np.zeros(*part) for part in parts]), strict=False))
     q, (k, v) = np.zeros((1, num_heads, head_dim), q_dtype), np.zeros((2, 1, num_kv_heads, head_dim), token)
     table, lengths, slots = np.zeros((1, 1), np.int32), np.ones(1, np.int32), np.zeros(1, np.int64)
     scales = np.ones(num_kv_heads, np.float32) if per_head_scales else None
     caches: dict[str, Any] = {
-        **{"k_cache": k_cache, "v_cache": v_cache, "layout": layout, "kv_dtype": kv_dtype},
+        **arrays,
+        **{"layout": layout, "kv_dtype": kv_dtype},
         **{"k_scale": scales, "v_scale": scales, "backend": "emulator"},
     }
     attention: Callable[..., AttentionArguments] = partial(
@@ -139,7 +141,7 @@ def warmup(
     written = caches | {"k": k, "v": v, "slots": slots, "check": check}
     writes = [write_call(**written)]
     gather = gather_call(**caches, block_table=table[0], seq_len=1)
-    copy = copy_call(k_cache, v_cache, np.array([[0, 1]]), backend="emulator")
+    copy = copy_call(**arrays, pairs=np.array([[0, 1]]), backend="emulator")
     merge = None
     if num_states is not None:
         count = require.integer("num_states", num_states)

@@ -12,7 +12,7 @@ from ..arrays import Array, metadata_of
 from ..backends import backend_of, gpu_backend
 from ..buckets import bucket
 from ..calls import AttentionArguments, AttentionCall
-from ..layouts import float_dtype
+from ..layouts import FLOAT32, float_dtype, scales_shape
 from ..placement import Placement, place
 from ..typing import Kernel, KvDtype, Layout
 from ..validation import cache_pair, require
@@ -77,11 +77,11 @@ def reserve_workspaces(
     num_tokens : int
         The most rows of q in a call of prefill_attention; 0 if there are none.
     dtype : dtype-like, optional
-        The dtype of q: float32, float16 or bfloat16; by default that of the caches, unless they are fp8.
+        The dtype of q: float32, float16 or bfloat16; by default that of the caches, unless they are in 8 bits.
     layout : str
         "NHD", "HND" or "vllm".
     kv_dtype : str, optional
-        "fp8_e4m3" or "fp8_e5m2", for caches in uint8.
+        "fp8_e4m3" or "fp8_e5m2", for caches in uint8, or "int8".
     window : int, optional
         The largest window, if all calls have one.
     check : bool, optional
@@ -164,9 +164,9 @@ def _largest_calls(
     k_cache, v_cache = caches
     layout = options["layout"]
     geometry = cache_pair.geometry_of(layout, options["kv_dtype"], k_cache, v_cache)
-    kv_format = cache_pair.format_of(k_cache, v_cache, options["kv_dtype"])
+    kv_format = cache_pair.format_of({"k_cache": k_cache, "v_cache": v_cache}, options["kv_dtype"])
     if dtype is None and kv_format.coded:
-        raise TypeError("dtype must be that of q for fp8 caches, got None")
+        raise TypeError("dtype must be that of q for caches in 8 bits, got None")
     q_dtype = float_dtype(kv_format.name if dtype is None else dtype)
     bound = bucket(min(max_seq_len, _MOST))  # the length that calls with this bound are planned for
     if placement.on_host:  # use shadows, since CPU kernels accept more strides and addresses
@@ -177,6 +177,8 @@ def _largest_calls(
         "block_tables": _shadow("block_tables", np.int32, num_seqs, -(-bound // geometry.block_size)),
         "seq_lens": _shadow("seq_lens", np.int32, num_seqs),
     }
+    if kv_format.scale == "row":
+        views |= {name: _shadow(name, FLOAT32, *scales_shape(layout, geometry)[1]) for name in ("k_scales", "v_scales")}
     ragged = views | {
         "q": _shadow("q", q_dtype, num_tokens, num_heads, geometry.head_dim),
         "query_starts": _shadow("query_starts", np.int32, num_seqs + 1),

@@ -84,7 +84,7 @@ class CacheBlocks:
         self.groups = sorted({group_of[layer] for layer in self._layers})
         named = () if self._layers == with_kv else self._layers
         self.wire = Wire(model, len(self._layers), self._head_dim, kv_format, block_tokens=block_tokens, layers=named)
-        self._scales = self._scales_of_heads() if kv_format.scaled else [b""] * self.num_heads
+        self._scales = self._scales_of_heads() if kv_format.scale == "call" else [b""] * self.num_heads
 
     @classmethod
     def of_each_kind(cls, cache: PagedKVCache, model: str, **options: int) -> list[CacheBlocks]:

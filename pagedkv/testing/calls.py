@@ -51,13 +51,13 @@ def check_merge(spec: MergeSpec, **changes: Any) -> None:
 def check_write(spec: WriteSpec, **changes: Any) -> None:
     """Compare every bit of the caches with the reference: written slots, skipped ones, and all others."""
     write = build_write(spec)
-    given, k_cache, v_cache = (write.k, write.v, write.slots), write.problem.k_cache, write.problem.v_cache
-    k_expected, v_expected = k_cache.copy(), v_cache.copy()
+    given, options = (write.k, write.v, write.slots), write.options
+    expected = {name: x.copy() for name, x in write.problem.caches.items()}
     before = [x.tobytes() for x in given]
-    reference.write_kv(write.k, write.v, k_expected, v_expected, write.slots, **write.options)
-    write_kv(write.k, write.v, k_cache, v_cache, write.slots, **{**write.options, **changes})
-    for cache, wanted in ((k_cache, k_expected), (v_cache, v_expected)):
-        np.testing.assert_array_equal(_bits(cache), _bits(wanted))
+    reference.write_kv(write.k, write.v, slots=write.slots, **{**options, **expected})
+    write_kv(write.k, write.v, slots=write.slots, **{**options, **write.problem.caches, **changes})
+    for name, cache in write.problem.caches.items():
+        np.testing.assert_array_equal(_bits(cache), _bits(expected[name]), err_msg=name)
     assert [x.tobytes() for x in given] == before, "an argument was written to"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 
 from .. import reference
+from ..layouts import INT8_MAX
 from .problems.attention import FLOATS, Problem
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +66,8 @@ def assert_close(
     """Compare a result with the reference: within the error bound, and exactly for rows without keys.
 
     The bound is that of `error_bound`, for dense attention whose scores, probabilities and output are rounded to q's
-    dtype; in float32 with ALiBi biases beyond 100 it is 2.5 times as large.
+    dtype; in float32 with ALiBi biases beyond 100 it is 2.5 times as large. Beside an int8 cache, a row of q may be
+    rounded to 16-bit integers, and so may the probabilities times the scales of their values, of 16 tokens at a time.
 
     Parameters
     ----------
@@ -93,12 +96,17 @@ def assert_close(
     spec = problem.spec
     biased = spec.alibi and max(spec.seq_lens, default=0) * problem.options["alibi_slopes"].max() > 100
     exact, exact_lse = expect(problem)
-    rounded, rounded_lse = expect(problem, np.float32)
+    coarse = _with_q_of_integers(problem) if spec.has_scales else problem
+    rounded, rounded_lse = expect(coarse, np.float32)
     if spec.q_dtype != "float32":
         rounded, narrow_lse = expect(problem, FLOATS[spec.q_dtype])
         rounded_lse = rounded_lse if lse_dtype == "float32" else narrow_lse
     errors = np.abs(out.astype(np.float64) - exact)
     bound = error_bound(exact, rounded, factor * 2.5 if biased and spec.q_dtype == "float32" else factor)
+    if spec.has_scales:  # half a unit of each of 16 products of largest probability and value, at random
+        bound += 2.0**-14 * max(
+            (np.nanmax(scales, initial=0.0) * INT8_MAX for *_, scales in problem.contents), default=0.0
+        )
     error = errors.max(initial=0.0)  # NaN stays, and fails
     assert error <= bound, _at_fault(problem, "out", out, exact, errors, bound)
     empty = exact_lse == -np.inf
@@ -110,6 +118,13 @@ def assert_close(
     rounding = np.abs(rounded_lse[~empty] - exact_lse[~empty]).max(initial=0.0)
     bound = (factor * 2.5 if biased else factor) * rounding + 1e-5 + 1e-6 * np.abs(exact_lse[~empty]).max(initial=0.0)
     assert errors.max(initial=0.0) <= bound, _at_fault(problem, "lse", lse, exact_lse, errors, bound)
+
+
+def _with_q_of_integers(problem: Problem) -> Problem:
+    """The problem with rows of q as 16-bit integers, the largest of each 32,767."""
+    q = problem.q.astype(np.float32)
+    unit = np.abs(q).max(axis=-1, keepdims=True) / 32767
+    return dataclasses.replace(problem, q=np.rint(q / np.where(unit > 0, unit, 1)) * unit)
 
 
 def _at_fault(problem: Problem, name: str, got: Array, expected: Array, errors: Array, bound: float) -> str:

@@ -17,7 +17,7 @@ from ..calls import AttentionArguments, AttentionCall, AttentionOptions
 from ..layouts import FLOAT32, Geometry, KvFormat, cache_spec
 from ..placement import Placement, place
 from ..score_mod import python_function
-from ..typing import Kernel, KvDtype, Layout
+from ..typing import Kernel, KvDtype
 from ..visible import FURTHEST, Visible
 from . import cache_pair, require, values
 
@@ -43,7 +43,7 @@ def attention_call(arguments: AttentionArguments) -> AttentionCall:
     if a.ragged:
         named.append(("query_starts", a.query_starts))
     named += [(name, x) for name in (*_VECTORS, "out") if (x := getattr(a, name)) is not None]
-    named += cache_pair.scale_arrays(a.k_scale, a.v_scale)
+    named += cache_pair.scale_arrays(a.k_scale, a.v_scale, a.k_scales, a.v_scales)
     placement, arrays = place(a.backend, named)
     return placed_call(a, placement, dict(zip(dict(named), arrays, strict=True)))
 
@@ -52,8 +52,8 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     """Validate a call whose placement is known; `views` are the arrays among the arguments."""
     a, q, k_cache, v_cache = arguments, views["q"], views["k_cache"], views["v_cache"]
     geometry = cache_pair.geometry_of(a.layout, a.kv_dtype, k_cache, v_cache)
-    _require_shapes(views, geometry, a.layout)
-    kv_format = _format_of(q, k_cache, v_cache, a.kv_dtype)
+    _require_shapes(views, geometry, a)
+    kv_format = _format_of(views, a.kv_dtype)
     for name, view in views.items():
         if (expected := _DTYPES.get(name)) is not None:
             require.dtype(name, view, expected)
@@ -104,11 +104,11 @@ def placed_call(arguments: AttentionArguments, placement: Placement, views: dict
     spec = cache_spec(a.layout, kv_format, geometry)
     return AttentionCall(
         arguments, placement, q, k_cache, v_cache, block_tables, seq_lens, max_seq_len, query_starts, out, spec,
-        k_scale, v_scale, options, str(a.kernel), bool(a.exact), checked,
+        k_scale, v_scale, views.get("k_scales"), views.get("v_scales"), options, str(a.kernel), bool(a.exact), checked,
     )  # fmt: skip
 
 
-def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layout) -> None:
+def _require_shapes(views: Mapping[str, Array], geometry: Geometry, arguments: AttentionArguments) -> None:
     q, block_tables, ragged = views["q"], views["block_tables"], "query_starts" in views
     rows = "num_tokens" if ragged else "num_seqs"
     require.ndim("q", q, f"({rows}, num_heads, head_dim)", 3)
@@ -116,7 +116,9 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layo
     if head_dim != geometry.head_dim:
         require.shape("q", q, f"({rows}, num_heads, head_dim)", (num_rows, num_heads, geometry.head_dim))
     if not _shares_heads(num_heads, geometry):
-        hint = cache_pair.other_layouts(layout, views["k_cache"], views["v_cache"], partial(_shares_heads, num_heads))
+        hint = cache_pair.other_layouts(
+            arguments.layout, views["k_cache"], views["v_cache"], partial(_shares_heads, num_heads)
+        )
         raise ValueError(
             f"num_heads must be a positive multiple of num_kv_heads, got {num_heads} heads of q "
             f"and {geometry.num_kv_heads} of k_cache{hint}"
@@ -140,7 +142,7 @@ def _require_shapes(views: Mapping[str, Array], geometry: Geometry, layout: Layo
         require.shape("leftpad", views["leftpad"], "(num_seqs,)", (num_seqs,))
     if "mask" in views:
         require.ndim("mask", views["mask"], "(n,), the rows one after the other as ravel() gives them", 1)
-    cache_pair.scale_shapes(views, geometry.num_kv_heads)
+    cache_pair.scale_shapes(views, arguments.layout, arguments.kv_dtype, geometry)
     if "out" in views:
         require.shape("out", views["out"], f"({rows}, num_heads, head_dim)", q.shape)
 
@@ -149,11 +151,12 @@ def _shares_heads(num_heads: int, geometry: Geometry) -> bool:
     return num_heads > 0 and not num_heads % geometry.num_kv_heads
 
 
-def _format_of(q: Array, k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> KvFormat:
+def _format_of(views: Mapping[str, Array], kv_dtype: KvDtype | None) -> KvFormat:
+    q, k_cache = views["q"], views["k_cache"]
     require.float_dtype("q", q)
-    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
+    kv_format = cache_pair.format_of(views, kv_dtype)
     if q.dtype not in kv_format.takes:
-        raise TypeError(f"k_cache must have dtype {q.dtype}, that of q, or be fp8, got {k_cache.dtype}")
+        raise TypeError(f"k_cache must have dtype {q.dtype}, that of q, or be in 8 bits, got {k_cache.dtype}")
     return kv_format
 
 

@@ -23,6 +23,7 @@ from ..layouts import (
     cache_geometry,
     require_kv_dtype,
     require_layout,
+    scales_shape,
 )
 from ..placement import Placement
 from ..typing import KvDtype, Layout
@@ -31,12 +32,13 @@ from . import require, values
 _OF_FLOATS = {dtype: FORMATS[dtype.name] for dtype in FLOAT_DTYPES}  # to ask a dtype for its name takes 2 us
 
 
-def scale_arrays(k_scale: Any, v_scale: Any) -> list[tuple[str, Any]]:
+def scale_arrays(k_scale: Any, v_scale: Any, k_scales: Any, v_scales: Any) -> list[tuple[str, Any]]:
     """The scales that are arrays rather than numbers, with their names."""
+    rows = [(name, x) for name, x in zip(require.SCALES_OF_ROWS, (k_scales, v_scales), strict=True) if x is not None]
     if k_scale is v_scale is None:  # most calls
-        return []
+        return rows
     scales = [(name, x) for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None]
-    return [(name, x) for name, x in scales if not np.isscalar(x) and not require.is_array_of_one(x)]
+    return rows + [(name, x) for name, x in scales if not np.isscalar(x) and not require.is_array_of_one(x)]
 
 
 def kept_scale(name: str, value: Any, kv_format: KvFormat, num_kv_heads: int) -> float | Array | None:
@@ -44,7 +46,7 @@ def kept_scale(name: str, value: Any, kv_format: KvFormat, num_kv_heads: int) ->
 
     Arrays may belong to any framework and device, and have any float dtype; one of a single element is a number.
     """
-    if value is None or np.isscalar(value) or not kv_format.scaled:
+    if value is None or np.isscalar(value) or kv_format.scale != "call":
         return None if value is None else scale_of(name, value, None, kv_format)
     argument = identify(name, to_host(value))
     if argument.on_device:
@@ -81,15 +83,35 @@ def other_layouts(layout: Layout, k_cache: Array, v_cache: Array, suits: Callabl
     return f": these shapes fit {' or '.join(names)}" if names else ""
 
 
-def scale_shapes(views: Mapping[str, Array], num_kv_heads: int) -> None:
-    """Raise ValueError for an array of scales without one element for each KV head."""
+def scale_shapes(views: Mapping[str, Array], layout: Layout, kv_dtype: KvDtype | None, geometry: Geometry) -> None:
+    """Raise ValueError for wrong shapes of scales, and unless rows have scales just where the format has them."""
     for name in ("k_scale", "v_scale"):
         if name in views:
-            require.shape(name, views[name], "(num_kv_heads,)", (num_kv_heads,))
+            require.shape(name, views[name], "(num_kv_heads,)", (geometry.num_kv_heads,))
+    if kv_dtype is not None and FORMATS[kv_dtype].scale == "row":
+        symbols, shape = scales_shape(layout, geometry)
+        for name in require.SCALES_OF_ROWS:
+            if name not in views:
+                raise ValueError(missing_scales(name, kv_dtype, symbols))
+            require.shape(name, views[name], symbols, shape)
+        return
+    for name in require.SCALES_OF_ROWS:
+        if name in views:
+            raise ValueError(f'{name} holds the scales of int8 rows, and needs kv_dtype "int8", got {kv_dtype!r}')
 
 
-def format_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> KvFormat:
+def missing_scales(name: str, kv_dtype: str, symbols: str) -> str:
+    """What to say where the scales of rows are not given."""
+    needs = f'kv_dtype "{kv_dtype}" needs the float32 scales of its rows, which write_kv stores'
+    return f"{name} is missing: {needs}, {symbols}"
+
+
+def format_of(views: Mapping[str, Array], kv_dtype: KvDtype | None) -> KvFormat:
     """The format of the caches, or raise TypeError."""
+    k_cache, v_cache = views["k_cache"], views["v_cache"]
+    for name in require.SCALES_OF_ROWS:
+        if name in views:
+            require.dtype(name, views[name], FLOAT32)
     if kv_dtype is not None:
         kv_format = FORMATS[kv_dtype]
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
@@ -98,7 +120,7 @@ def format_of(k_cache: Array, v_cache: Array, kv_dtype: KvDtype | None) -> KvFor
                 raise TypeError(f"{name} must have dtype {stored} for kv_dtype {kv_dtype!r}, got {cache.dtype}{hint}")
         return kv_format
     if (found := _OF_FLOATS.get(k_cache.dtype)) is None:
-        hint = "; an fp8 cache is uint8 and needs kv_dtype" if k_cache.itemsize == 1 else ""
+        hint = "; a cache in 8 bits needs kv_dtype" if k_cache.itemsize == 1 else ""
         hint += ": pass k_cache.view(torch.uint8)" if _is_float8(k_cache) else ""
         raise TypeError(f"k_cache must have dtype float32, float16 or bfloat16, got {k_cache.dtype}{hint}")
     require.dtype("v_cache", v_cache, k_cache.dtype, ", that of k_cache")
@@ -132,8 +154,9 @@ def scale_of(name: str, value: Any, view: Array | None, kv_format: KvFormat) -> 
     """Validate a scale that is a number; a missing one is 1.0, and for an array the result is None."""
     if value is None:
         return 1.0
-    if not kv_format.scaled:
-        raise ValueError(f"{name} needs an fp8 cache, got a cache of {kv_format.name}")
+    if kv_format.scale != "call":
+        hint = ", whose rows carry their own scales" if kv_format.scale == "row" else ""
+        raise ValueError(f"{name} needs an fp8 cache, got a cache of {kv_format.name}{hint}")
     if view is None:
         return require.number(name, value, positive=True)
     require.dtype(name, view, FLOAT32)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from ..arrays import Array, Shadow, address_of
-from ..calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
+from ..calls import CACHES, CopyCall, GatherCall, Rotation, SwapCall, WriteCall
 from ..layouts import FLOAT32, FORMATS, cache_spec
 from ..placement import Placement, place
 from ..typing import KvDtype, Layout
@@ -21,6 +21,7 @@ from . import cache_pair, require, tables, values
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 _STORED_DTYPES = {kv_format.stored for kv_format in FORMATS.values()}
+_WITH_SCALES = {kv_format.stored: name for name, kv_format in FORMATS.items() if kv_format.scale == "row"}
 
 
 def write_call(
@@ -34,6 +35,8 @@ def write_call(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
@@ -47,7 +50,7 @@ def write_call(
     rotates = _wants_rotation(cos, sin, positions, rotary_dim, interleaved)
     if rotates:
         named += zip(tables.NAMES, (cos, sin, positions), strict=True)
-    named += cache_pair.scale_arrays(k_scale, v_scale)
+    named += cache_pair.scale_arrays(k_scale, v_scale, k_scales, v_scales)
     placement, arrays = place(backend, named)
     views = dict(zip(dict(named), arrays, strict=True))
     k, v, k_cache, v_cache, slots = arrays[:5]
@@ -63,9 +66,9 @@ def write_call(
     require.shape("slots", slots, "(num_tokens,)", (len(k),))
     if rotates:
         tables.require_shapes(views, len(k), geometry.head_dim)
-    cache_pair.scale_shapes(views, geometry.num_kv_heads)
+    cache_pair.scale_shapes(views, layout, kv_dtype, geometry)
 
-    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
+    kv_format = cache_pair.format_of(views, kv_dtype)
     for name, x in (("k", k), ("v", v)):
         if kv_format.coded:
             require.float_dtype(name, x)
@@ -77,18 +80,22 @@ def write_call(
         tables.require_dtypes(views, "k")
     require.memory(views, placement)
     checked = require.check(check)
-    require.writable("k_cache", k_cache)
-    require.writable("v_cache", v_cache)
-    for name in ("k_cache", "v_cache"):
-        cache = views.pop(name)
-        require.no_overlap(name, cache, views.items())
+    written = [name for name in CACHES if name in views]
+    for name in written:
+        require.writable(name, views[name])
+    for name in written:
+        others = [(other, x) for other, x in views.items() if other not in written[: written.index(name) + 1]]
+        require.no_overlap(name, views[name], others)
     k_scale, v_scale = cache_pair.scales(k_scale, v_scale, views, kv_format, placement)
     if placement.on_host:
         slots = placement.private_copy(slots)
         values.slots(slots, geometry.num_blocks * geometry.block_size)
     rotation = _rotation(views, placement, slots, rotary_dim, interleaved) if rotates else None
     spec = cache_spec(layout, kv_format, geometry)
-    return WriteCall(placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, checked, rotation)
+    return WriteCall(
+        placement, k, v, k_cache, v_cache, slots, spec, k_scale, v_scale, views.get("k_scales"), views.get("v_scales"),
+        checked, rotation,
+    )  # fmt: skip
 
 
 def _wants_rotation(cos: Any, sin: Any, positions: Any, rotary_dim: int | None, interleaved: bool) -> bool:
@@ -132,19 +139,21 @@ def gather_call(
     kv_dtype: KvDtype | None = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     backend: Any = "auto",
 ) -> GatherCall:
     """Validate the arguments of gather_kv, and make the call."""
     named = [("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)]
-    named += cache_pair.scale_arrays(k_scale, v_scale)
+    named += cache_pair.scale_arrays(k_scale, v_scale, k_scales, v_scales)
     placement, arrays = place(backend, named)
     views = dict(zip(dict(named), arrays, strict=True))
     k_cache, v_cache, block_table = arrays[:3]
 
     geometry = cache_pair.geometry_of(layout, kv_dtype, k_cache, v_cache)
     require.ndim("block_table", block_table, "(max_blocks,)", 1)
-    cache_pair.scale_shapes(views, geometry.num_kv_heads)
-    kv_format = cache_pair.format_of(k_cache, v_cache, kv_dtype)
+    cache_pair.scale_shapes(views, layout, kv_dtype, geometry)
+    kv_format = cache_pair.format_of(views, kv_dtype)
     require.dtype("block_table", block_table, _INT32)
     require.memory(views, placement)
     length = require.integer("seq_len", seq_len)
@@ -158,33 +167,40 @@ def gather_call(
         used, lengths = block_table[None, :num_used], np.array([length])
         values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
     spec = cache_spec(layout, kv_format, geometry)
-    return GatherCall(placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, require.check(None))
+    return GatherCall(
+        placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, views.get("k_scales"),
+        views.get("v_scales"), require.check(None),
+    )  # fmt: skip
 
 
-def copy_call(k_cache: Any, v_cache: Any, pairs: Any, *, backend: object) -> CopyCall:
+def copy_call(
+    k_cache: Any, v_cache: Any, pairs: Any, *, k_scales: Any = None, v_scales: Any = None, backend: object
+) -> CopyCall:
     """Validate the arguments of copy_blocks, and make the call."""
-    layers = [*_flatten("k_cache", k_cache), *_flatten("v_cache", v_cache)]
-    if isinstance(k_cache, (list, tuple)) != isinstance(v_cache, (list, tuple)):
-        raise TypeError("k_cache and v_cache must both be arrays or both be lists of arrays")
-    if isinstance(k_cache, (list, tuple)) and len(k_cache) != len(v_cache):
-        raise ValueError(f"v_cache must have as many layers as k_cache, got {len(v_cache)} and {len(k_cache)}")
+    of_layers = [x for x in zip(CACHES, (k_cache, v_cache, k_scales, v_scales), strict=True) if x[1] is not None]
+    for name, x in of_layers[1:]:
+        if isinstance(k_cache, (list, tuple)) != isinstance(x, (list, tuple)):
+            raise TypeError(f"k_cache and {name} must both be arrays or both be lists of arrays")
+        if isinstance(k_cache, (list, tuple)) and len(k_cache) != len(x):
+            raise ValueError(f"{name} must have as many layers as k_cache, got {len(x)} and {len(k_cache)}")
+    layers = [named for name, x in of_layers for named in _flatten(name, x)]
     placement, (*caches, pairs) = place(backend, [*layers, ("pairs", pairs)])
     names = [name for name, _ in layers]
-    num_blocks = _num_blocks(names, caches)
+    num_blocks = _num_blocks(names, caches, [name.startswith(require.SCALES_OF_ROWS) for name in names])
     require.shape("pairs", pairs, "(num_pairs, 2)", (*pairs.shape[:1], 2))
     for name, cache in zip(names, caches, strict=True):
         _require_stored(name, cache)
+    _require_scales_of(caches[0], dict(of_layers))
     require.dtype("pairs", pairs, _INT64)
     for name, cache in zip(names, caches, strict=True):
-        require.strides(name, cache)
-        require.row_alignment(name, cache, placement)
+        _require_memory(name, cache, placement)
         require.writable(name, cache)
     _require_no_overlap(list(zip(names, caches, strict=True)))
     require.strides("pairs", pairs)
     if placement.on_host:
         pairs = placement.private_copy(pairs)
         values.pairs(pairs, num_blocks, num_blocks, one_pool=True)
-    return CopyCall(placement, caches, pairs, require.check(None))
+    return CopyCall(placement, [x for x, _ in map(_in_order, caches, caches)], pairs, require.check(None))
 
 
 def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> SwapCall:
@@ -195,8 +211,9 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     placement, (*views, pairs) = place(backend, [*sources, *destinations, ("pairs", pairs)], across=True)
     copies = list(zip(views[: len(sources)], views[len(sources) :], strict=True))
     from_names, to_names = [name for name, _ in sources], [name for name, _ in destinations]
-    num_sources = _num_blocks(from_names, [x for x, _ in copies])
-    num_destinations = _num_blocks(to_names, [y for _, y in copies])
+    are_scales = [_holds_scales(x) for x, _ in copies]
+    num_sources = _num_blocks(from_names, [x for x, _ in copies], are_scales)
+    num_destinations = _num_blocks(to_names, [y for _, y in copies], are_scales)
     if isinstance(pairs, Shadow) and not all(isinstance(x, Shadow) for x in views):
         raise ValueError("pairs must be on the host where blocks move from the host or to it, got pairs on a device")
     for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
@@ -212,9 +229,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     one_pool = False
     for from_name, to_name, (x, y) in zip(from_names, to_names, copies, strict=True):
         for name, cache in ((from_name, x), (to_name, y)):
-            require.strides(name, cache)
-            if isinstance(cache, Shadow) or placement.backend == "emulator":
-                require.row_alignment(name, cache, placement)
+            _require_memory(name, cache, placement)
         require.writable(to_name, y)
         one_pool |= _same_memory(x, y)
     read = [(name, x) for name, (x, y) in zip(from_names, copies, strict=True) if not _same_memory(x, y)]
@@ -224,7 +239,7 @@ def swap_call(source: Any, destination: Any, pairs: Any, *, backend: object) -> 
     if not isinstance(pairs, Shadow):
         pairs = pairs.copy()  # copied like Placement.private_copy, though the caches may be on a device
         values.pairs(pairs, num_sources, num_destinations, one_pool=one_pool)
-    return SwapCall(placement, copies, pairs, require.check(None))
+    return SwapCall(placement, [_in_order(x, y) for x, y in copies], pairs, require.check(None))
 
 
 def _require_no_overlap(written: Sequence[tuple[str, Array]], read: Sequence[tuple[str, Array]] = ()) -> None:
@@ -255,12 +270,13 @@ def _flatten(name: str, x: Any) -> Iterator[tuple[str, Any]]:
         yield name, x
 
 
-def _num_blocks(names: Sequence[str], caches: Sequence[Array]) -> int:
+def _num_blocks(names: Sequence[str], caches: Sequence[Array], are_scales: Sequence[bool]) -> int:
     if not caches:
         raise ValueError("there must be at least one cache, got none")
-    for name, cache in zip(names, caches, strict=True):
-        if cache.ndim not in (4, 5):
-            raise ValueError(f"{name} must have shape (num_blocks, ...) with 4 or 5 axes, got {cache.shape}")
+    for name, cache, is_scales in zip(names, caches, are_scales, strict=True):
+        if cache.ndim not in ((3,) if is_scales else (4, 5)):
+            axes = "3" if is_scales else "4 or 5"
+            raise ValueError(f"{name} must have shape (num_blocks, ...) with {axes} axes, got {cache.shape}")
         if len(cache) != len(caches[0]):
             raise ValueError(f"{name} must have num_blocks = {len(caches[0])}, that of {names[0]}, got {len(cache)}")
     return len(caches[0])
@@ -268,7 +284,39 @@ def _num_blocks(names: Sequence[str], caches: Sequence[Array]) -> int:
 
 def _require_stored(name: str, cache: Array) -> None:
     if cache.dtype not in _STORED_DTYPES:
-        raise TypeError(f"{name} must have dtype float32, float16, bfloat16 or uint8 (fp8), got {cache.dtype}")
+        raise TypeError(f"{name} must have dtype float32, float16, bfloat16, int8 or uint8 (fp8), got {cache.dtype}")
+
+
+def _holds_scales(x: Array) -> bool:
+    """Whether an array among caches holds the scales of rows."""
+    return x.ndim == 3 and x.dtype == FLOAT32
+
+
+def _require_scales_of(cache: Array, given: Mapping[str, Any]) -> None:
+    """Raise ValueError unless copies of blocks come with the scales of rows just where rows have them."""
+    has_scales = cache.dtype in _WITH_SCALES
+    for name in require.SCALES_OF_ROWS:
+        if has_scales and name not in given:
+            raise ValueError(cache_pair.missing_scales(name, _WITH_SCALES[cache.dtype], "(num_blocks, ...)"))
+        if not has_scales and name in given:
+            raise ValueError(f"{name} holds the scales of int8 rows, got caches of dtype {cache.dtype}")
+
+
+def _require_memory(name: str, cache: Array, placement: Placement) -> None:
+    """Raise ValueError unless kernels can move the blocks of a cache, or of its scales."""
+    if _holds_scales(cache):
+        require.scattered(name, cache)
+        return
+    require.strides(name, cache)
+    if isinstance(cache, Shadow) or placement.backend == "emulator":
+        require.row_alignment(name, cache, placement)
+
+
+def _in_order(source: Array, destination: Array) -> tuple[Array, Array]:
+    """View blocks of scales with the axes in memory order, so that they move in one piece."""
+    if _holds_scales(source) and source.strides[1] < source.strides[2]:
+        return source.swapaxes(1, 2), destination.swapaxes(1, 2)
+    return source, destination
 
 
 def _same_memory(x: Array, y: Array) -> bool:

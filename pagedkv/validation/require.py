@@ -22,6 +22,9 @@ from ..placement import Placement
 # The arrays whose rows kernels move in vectors of 16 bytes.
 _ROWS = frozenset(("q", "k", "v", "k_cache", "v_cache", "out", "cos", "sin"))
 
+# Those that kernels read one by one, with any strides.
+SCALES_OF_ROWS = ("k_scales", "v_scales")
+
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FLOAT32_TINY = float(np.finfo(np.float32).smallest_subnormal)
 _OVERLAP_WORK: Any = 100_000  # NumPy's stubs know only the special values 0 and -1
@@ -62,6 +65,14 @@ def strides(name: str, x: Array) -> None:
         raise ValueError(f"{name} must be aligned to its item size of {x.itemsize} bytes")
 
 
+def scattered(name: str, x: Array) -> None:
+    """Raise ValueError unless every element is aligned and all strides are positive, so that none is there twice."""
+    if not x.flags.aligned:
+        raise ValueError(f"{name} must be aligned to its item size of {x.itemsize} bytes")
+    if any(stride <= 0 for stride, length in zip(x.strides, x.shape, strict=True) if length > 1):
+        raise ValueError(f"{name} must have positive strides, got {x.strides} in bytes")
+
+
 def row_alignment(name: str, x: Array, placement: Placement) -> None:
     """Raise ValueError unless CUDA kernels can move the rows of x in vectors of 16 bytes; other backends need not.
 
@@ -87,7 +98,7 @@ def row_alignment(name: str, x: Array, placement: Placement) -> None:
 def memory(given: Mapping[str, Array], placement: Placement) -> None:
     """Check `strides` of all arrays, and `row_alignment` of those whose rows kernels move in vectors."""
     for name, x in given.items():
-        strides(name, x)
+        (scattered if name in SCALES_OF_ROWS else strides)(name, x)
         if name in _ROWS:
             row_alignment(name, x, placement)
 

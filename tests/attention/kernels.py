@@ -81,7 +81,7 @@ class Kernel:
         """Run a call on a device that is open."""
         device = with_capability(device, self.capability)
         plan = attention.plan(device, call._replace(out=out))
-        run_plan(device, plan, call.q, call.k_cache, call.v_cache, out, lse)
+        run_plan(device, plan, call.q, call.caches, out, lse)
 
     def attend(
         self, problem: Problem, open_device: Callable[..., Any] | None = emulator, *, device: Any = None

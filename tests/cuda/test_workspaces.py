@@ -270,5 +270,5 @@ def test_what_no_call_could_have_is_refused(changed, error, message):
 
 def test_fp8_caches_do_not_say_the_dtype_of_q():
     caches = {name: cache.view(np.uint8) for name, cache in HOST.items()}
-    with pytest.raises(TypeError, match="dtype must be that of q for fp8 caches, got None"):
+    with pytest.raises(TypeError, match="dtype must be that of q for caches in 8 bits, got None"):
         pagedkv.reserve_workspaces(**caches, num_heads=4, num_seqs=2, max_seq_len=4096, kv_dtype="fp8_e5m2")

@@ -9,6 +9,7 @@ from hypothesis import given
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.layouts import FORMATS
 from pagedkv.testing.calls import check_write
 from pagedkv.testing.problems.writes import tokens, write_specs
 
@@ -16,17 +17,23 @@ from ..support.bits import bits
 from ..support.problems import FLOATS, Spec, as_torch, build, in_layout
 from ..support.rotary_cases import tables_of
 
-KV_DTYPES = [*FLOATS, *reference.FP8_DTYPES]
+KV_DTYPES = tuple(FORMATS)
 LAYOUTS = ["NHD", "HND", "vllm"]
 
 
-@given(write=write_specs())
+def stored_options(problem):
+    """How the caches of a problem are stored."""
+    names = ("layout", "kv_dtype", "k_scale", "v_scale", "k_scales", "v_scales")
+    return {name: problem.options.get(name) for name in names}
+
+
+@given(write=write_specs(kv_dtypes=KV_DTYPES))
 def test_a_write_changes_its_slots_and_not_one_other_bit(write):
     """Every bit of the caches: what is written, what is skipped, and everything else."""
     check_write(write)
 
 
-@given(write=write_specs(), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
+@given(write=write_specs(kv_dtypes=KV_DTYPES), half=st.integers(1, 8), interleaved=st.booleans(), wide=st.booleans())
 def test_keys_are_rotated_on_their_way(write, half, interleaved, wide):
     """The bits of apply_rotary and then write_kv; of the oracle, which rounds later, the values."""
     spec, token_dtype, count = write.cache, write.token_dtype, write.num_tokens
@@ -38,26 +45,31 @@ def test_keys_are_rotated_on_their_way(write, half, interleaved, wide):
     slots = rng.permutation(len(problem.k_cache) * spec.block_size)[:count]
     skipped = rng.random(count) < 0.2
     slots[skipped] = -1
-    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
-    caches, expected, oracle = ([x.copy() for x in (problem.k_cache, problem.v_cache)] for _ in range(3))
+    options = stored_options(problem)
+    caches, expected, oracle = ({name: x.copy() for name, x in problem.caches.items()} for _ in range(3))
     rotated = pagedkv.apply_rotary(k, None, cos, sin, positions, interleaved=interleaved)[0]
-    pagedkv.write_kv(rotated, v, *expected, slots, **options)
+    pagedkv.write_kv(rotated, v, slots=slots, **options | expected)
     positions[skipped] = 99
     rotation = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
     before = [x.tobytes() for x in (k, v, cos, sin, positions)]
-    pagedkv.write_kv(k, v, *caches, slots, **options, **rotation)
+    pagedkv.write_kv(k, v, slots=slots, **options | caches, **rotation)
     assert [x.tobytes() for x in (k, v, cos, sin, positions)] == before
-    for cache, wanted in zip(caches, expected, strict=True):
-        np.testing.assert_array_equal(bits(cache), bits(wanted))
-    reference.write_kv(k, v, *oracle, slots, **options, **rotation)
-    blocks, num_slots = np.arange(len(caches[0])), len(caches[0]) * spec.block_size
-    near, exact = (reference.gather_kv(*x, blocks, num_slots, **options)[0][slots[~skipped]] for x in (caches, oracle))
+    for name, cache in caches.items():
+        np.testing.assert_array_equal(bits(cache), bits(expected[name]))
+    reference.write_kv(k, v, slots=slots, **options | oracle, **rotation)
+    num_blocks = len(problem.k_cache)
+    where = {"block_table": np.arange(num_blocks), "seq_len": num_blocks * spec.block_size}
+    near, exact = (reference.gather_kv(**where, **options | x)[0][slots[~skipped]] for x in (caches, oracle))
     # A rounding to either dtype may go the other way, and where two products cancel, float32 has lost what is left.
-    stored = ml_dtypes.finfo(reference.FP8_DTYPES.get(spec.kv_dtype) or FLOATS[spec.kv_dtype])
-    steps = float(stored.eps) + float(ml_dtypes.finfo(FLOATS[token_dtype]).eps)
-    lost = 2.0**-21 * np.abs(exact).max(axis=-1, keepdims=True, initial=0)
-    least = float(stored.smallest_subnormal) * np.max(1.0 if options["k_scale"] is None else options["k_scale"])
-    assert (np.abs(near - exact) <= steps * np.abs(exact) + lost + least).all()
+    largest = np.abs(exact).max(axis=-1, keepdims=True, initial=0)
+    steps, lost = float(ml_dtypes.finfo(FLOATS[token_dtype]).eps), 2.0**-21 * largest
+    if problem.spec.has_scales:
+        lost += (1 / 127 + steps) * largest
+    else:
+        stored = ml_dtypes.finfo(problem.spec.kv_format.element)
+        steps += float(stored.eps)
+        lost += float(stored.smallest_subnormal) * np.max(1.0 if options["k_scale"] is None else options["k_scale"])
+    assert (np.abs(near - exact) <= steps * np.abs(exact) + lost).all()
 
 
 def test_a_token_lies_where_its_layout_says():
@@ -116,6 +128,29 @@ def test_float32_tokens_are_rounded_to_nearest_even(kv_dtype):
             assert kv_dtype != "float32" or cache.tobytes() == x.tobytes()
 
 
+def test_a_row_of_int8_has_its_largest_number_as_127():
+    """Nearest even; scales that round to 0 or are denormal, and rows that are not finite."""
+    tiny = 2.0**-149
+    rows = [
+        (1, [127, -126.5, 125.5, 0.5, 1.5, -0.49], [127, -126, 126, 0, 2, 0]),
+        (3, [381, -4.5, 4.6, 1.5, -1.4], [127, -2, 2, 0, 0]),
+        (0, [0, -0.0], [0, 0]),
+        (0, [63 * tiny, -tiny], [0, 0]),
+        (tiny, [190 * tiny, -127 * tiny, 5 * tiny], [127, -127, 5]),
+        (np.nan, [np.nan, 3, -1e30], [0, 0, 0]),
+        (np.nan, [1, -np.inf], [0, 0]),
+    ]
+    x = np.array([numbers + [0] * (8 - len(numbers)) for _, numbers, _ in rows], np.float32)[:, None]
+    codes, scales = np.ones((len(x), 1, 1, 8), np.int8), np.ones((len(x), 1, 1), np.float32)
+    caches = {"k_cache": codes, "v_cache": codes.copy(), "k_scales": scales, "v_scales": scales.copy()}
+    pagedkv.write_kv(x, x, slots=np.arange(len(x)), kv_dtype="int8", **caches)
+    np.testing.assert_array_equal(scales.ravel(), np.array([scale for scale, _, _ in rows], np.float32))
+    assert codes.reshape(len(x), 8).tolist() == [wanted + [0] * (8 - len(wanted)) for _, _, wanted in rows]
+    k, v = pagedkv.gather_kv(block_table=np.arange(len(x), dtype=np.int32), seq_len=len(x), kv_dtype="int8", **caches)
+    np.testing.assert_array_equal(k, v)
+    np.testing.assert_array_equal(k[:, 0], codes.reshape(len(x), 8) * scales[:, 0])
+
+
 @pytest.mark.parametrize("scale", [0.1, 1e-40])
 def test_fp8_divides_by_the_scale_in_float32(scale):
     values = np.linspace(-500, 500, 4000, dtype=np.float32).reshape(-1, 1, 8)
@@ -154,12 +189,12 @@ def test_gathered_tokens_are_those_of_the_reference(kv_dtype, layout, strides):
     kv_scales = "per head" if kv_dtype.startswith("fp8") else None
     lengths = (0, 1, 15, 16, 17, 90)
     problem = build(Spec(lengths, kv_dtype=kv_dtype, layout=layout, strides=strides, kv_scales=kv_scales))
-    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    options = stored_options(problem)
     for table, length in zip(problem.block_tables, lengths, strict=True):
         gathered = pagedkv.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
         expected = reference.gather_kv(problem.k_cache, problem.v_cache, table, length, **options)
         for x, wanted in zip(gathered, expected, strict=True):
-            assert x.dtype == (np.float32 if kv_scales else FLOATS[kv_dtype])
+            assert x.dtype == FLOATS.get(kv_dtype, np.float32)
             assert x.shape == (length, 2, 64)
             np.testing.assert_array_equal(x, wanted.astype(x.dtype))
             assert not np.shares_memory(x, problem.k_cache)
@@ -181,18 +216,19 @@ def test_torch_caches_are_written_in_place_and_gathered_as_tensors(layout):
         problem = build(spec)
         k, v = tokens(5, spec)
         slots = np.arange(30, 35)
-        caches = problem.k_cache, problem.v_cache
-        torch_caches = [as_torch(x) for x in caches]
+        caches = problem.caches
+        torch_caches = {name: as_torch(x) for name, x in caches.items()}
         options = {name: problem.options.get(name) for name in ("layout", "kv_dtype")}
-        pagedkv.write_kv(k, v, *caches, slots, **options)
-        pagedkv.write_kv(as_torch(k), as_torch(v), *torch_caches, torch.from_numpy(slots), **options)
-        for cache, torch_cache in zip(caches, torch_caches, strict=True):
+        pagedkv.write_kv(k, v, slots=slots, **caches, **options)
+        pagedkv.write_kv(as_torch(k), as_torch(v), slots=torch.from_numpy(slots), **torch_caches, **options)
+        for name, cache in caches.items():
             np.testing.assert_array_equal(
-                bits(as_torch(cache).view(torch.uint8).numpy()), torch_cache.view(torch.uint8)
+                bits(as_torch(cache).view(torch.uint8).numpy()), torch_caches[name].view(torch.uint8)
             )
         table = problem.block_tables[0]
-        expected = pagedkv.gather_kv(*caches, table, 90, **options)
-        for x, wanted in zip(pagedkv.gather_kv(*torch_caches, as_torch(table), 90, **options), expected, strict=True):
+        expected = pagedkv.gather_kv(block_table=table, seq_len=90, **caches, **options)
+        gathered = pagedkv.gather_kv(block_table=as_torch(table), seq_len=90, **torch_caches, **options)
+        for x, wanted in zip(gathered, expected, strict=True):
             assert torch.equal(x.nan_to_num(), as_torch(wanted).nan_to_num())
 
 
@@ -225,6 +261,21 @@ def test_copy_blocks_of_all_layers(layout, kv_dtype, halves):
     pagedkv.copy_blocks(k_caches[0], v_caches[0], np.zeros((0, 2), np.int64))
     pagedkv.swap_blocks(k_caches[1], k_caches[0], np.zeros((0, 2), np.int64))
     np.testing.assert_array_equal(k_caches[0], before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strides", ["own", "halves", "strided"])
+def test_scales_move_with_their_rows(layout, strides):
+    spec = Spec(kv_dtype="int8", layout=layout, strides=strides, poison="zero")
+    problems = [build(spec.replace(seed=seed)) for seed in (0, 1)]
+    first, second = ([*problem.caches.values()] for problem in problems)
+    expected = [x.copy() for x in first]
+    pagedkv.copy_blocks(**problems[0].caches, pairs=np.array([[0, 2], [1, 3]]))
+    pagedkv.swap_blocks([first[::2], first[1::2]], [second[::2], second[1::2]], np.array([[2, 0], [1, 1]]))
+    for cache, other, wanted in zip(first, second, expected, strict=True):
+        wanted[[2, 3]] = wanted[[0, 1]]
+        np.testing.assert_array_equal(cache, wanted)
+        np.testing.assert_array_equal(other[:2], wanted[:2])
 
 
 @pytest.mark.parametrize("block_size", [1, 31, 32, 256])

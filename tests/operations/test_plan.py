@@ -121,6 +121,7 @@ WRONG = [
     ({"q": Q.tolist()}, TypeError, "q must be an array"),
     ({"k_cache": PAGES[:-1]}, ValueError, "k_cache must have shape as planned"),
     ({"v_cache": PAGES.astype(np.float16)}, TypeError, "v_cache must have dtype float32, as planned"),
+    ({"v_scales": PAGES[..., 0]}, ValueError, "the plan takes no k_scales and v_scales, as the call that was planned"),
     ({"out": Q[:1].copy()}, ValueError, "out must have shape of q"),
     ({"out": Q.astype(np.float16)}, TypeError, "out must have dtype float32, that of q"),
     ({"out": np.zeros((B, HQ, 2 * D), np.float32)[..., :D]}, ValueError, "out must be C-contiguous for a plan"),
@@ -152,6 +153,20 @@ def test_a_plan_of_nothing():
     none = Layers()
     none.qs, none.where = [none.qs[0][:0]], [x[:0] for x in none.where]
     assert none.planned().run(none.qs[0], *none.caches[0]).shape == (0, HQ, D)
+
+
+def test_scales_of_rows_are_checked_as_the_caches_are():
+    tables, lens = np.zeros((0, M), np.int32), np.zeros(0, np.int32)
+    caches = {"k_cache": PAGES.astype(np.int8), "v_cache": PAGES.astype(np.int8)}
+    scales = {name: PAGES[..., 0].copy() for name in ("k_scales", "v_scales")}
+    plan = pagedkv.plan_decode(Q[:0], **caches, block_tables=tables, seq_lens=lens, kv_dtype="int8", **scales)
+    assert plan.run(Q[:0], **caches, **scales).shape == (0, HQ, D)
+    with pytest.raises(ValueError, match=r"^the plan needs k_scales and v_scales, as the call that was planned$"):
+        plan.run(Q[:0], **caches)
+    with pytest.raises(TypeError, match=r"^v_scales must be an array"):
+        plan.run(Q[:0], **caches, k_scales=scales["k_scales"])
+    with pytest.raises(TypeError, match=r"^k_scales must have dtype float32, as planned, got int8$"):
+        plan.run(Q[:0], **caches, **scales | {"k_scales": caches["k_cache"][..., 0]})
 
 
 def test_a_plan_keeps_neither_q_nor_caches():

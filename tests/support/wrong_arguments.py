@@ -187,6 +187,13 @@ def fp8(shape=(N, P, HKV, D)):
     return {name: np.zeros(shape, np.uint8) for name in ("k_cache", "v_cache")}
 
 
+def int8(**changes):
+    """Caches of int8 with their scales, but for the changes."""
+    caches = {name: np.zeros((N, P, HKV, D), np.int8) for name in ("k_cache", "v_cache")}
+    scales = {name: np.zeros((N, P, HKV), np.float32) for name in ("k_scales", "v_scales")}
+    return caches | scales | {"kv_dtype": "int8"} | changes
+
+
 def vllm(d=D, p=8, x=4, v_shape=None):
     k = np.zeros((N, HKV, d // x, p, x), np.float32)
     return {"k_cache": k, "v_cache": np.zeros(v_shape or (N, HKV, d, p), np.float32), "layout": "vllm"}

@@ -165,20 +165,20 @@ DECODE = [
     (
         change("q", lambda x: x.astype(np.float16)),
         TypeError,
-        "k_cache must have dtype float16, that of q, or be fp8, got float32",
+        "k_cache must have dtype float16, that of q, or be in 8 bits, got float32",
     ),
     (change("k_cache", np.float64), TypeError, "k_cache must have dtype float32, float16 or bfloat16, got float64"),
     (change("v_cache", np.float16), TypeError, "v_cache must have dtype float32, that of k_cache, got float16"),
     (
         fp8(),
         TypeError,
-        "k_cache must have dtype float32, float16 or bfloat16, got uint8; an fp8 cache is uint8 and needs kv_dtype",
+        "k_cache must have dtype float32, float16 or bfloat16, got uint8; a cache in 8 bits needs kv_dtype",
     ),
     (
         {name: x.view(ml_dtypes.float8_e4m3fn) for name, x in fp8().items()},
         TypeError,
         "k_cache must have dtype float32, float16 or bfloat16, got float8_e4m3fn; "
-        "an fp8 cache is uint8 and needs kv_dtype: pass k_cache.view(torch.uint8)",
+        "a cache in 8 bits needs kv_dtype: pass k_cache.view(torch.uint8)",
     ),
     (
         {"kv_dtype": "fp8_e5m2"} | {name: x.view(ml_dtypes.float8_e5m2) for name, x in fp8().items()},

@@ -17,6 +17,7 @@ from ..support.wrong_arguments import (
     change,
     check_on_every_side,
     fp8,
+    int8,
     misaligned,
     on_every_side,
     read_only,
@@ -62,7 +63,7 @@ WRITE = [
     (
         fp8(),
         TypeError,
-        "k_cache must have dtype float32, float16 or bfloat16, got uint8; an fp8 cache is uint8 and needs kv_dtype",
+        "k_cache must have dtype float32, float16 or bfloat16, got uint8; a cache in 8 bits needs kv_dtype",
     ),
     (change("slots", np.int32), TypeError, "slots must have dtype int64, got int32"),
     (change("k", spread), ValueError, "k must be contiguous along its last axis, got strides (256, 128, 8) in bytes"),
@@ -198,7 +199,7 @@ COPY = [
     (
         change("v_cache", np.float64),
         TypeError,
-        "v_cache must have dtype float32, float16, bfloat16 or uint8 (fp8), got float64",
+        "v_cache must have dtype float32, float16, bfloat16, int8 or uint8 (fp8), got float64",
     ),
     (
         change("pairs", np.asfortranarray),
@@ -240,7 +241,7 @@ SWAP = [
     (
         change("source", np.float64),
         TypeError,
-        "source must have dtype float32, float16, bfloat16 or uint8 (fp8), got float64",
+        "source must have dtype float32, float16, bfloat16, int8 or uint8 (fp8), got float64",
     ),
     (change("destination", read_only), ValueError, "destination must be writable, got a read-only array"),
     ({"source": Change("destination", lambda x: x[1:])}, ValueError, "destination must not overlap source"),
@@ -258,6 +259,61 @@ SWAP = [
     ),
 ]
 
+IN_NHD = "(num_blocks, block_size, num_kv_heads)"
+MISSING = 'is missing: kv_dtype "int8" needs the float32 scales of its rows, which write_kv stores,'
+OF_INT8 = "k_scales holds the scales of int8 rows, "
+OF_ROWS = np.zeros((N, P, HKV), np.float32)
+SHARED = dict.fromkeys(("k_scales", "v_scales"), OF_ROWS)
+SCALES = [
+    (int8(k_scales=None), ValueError, f"k_scales {MISSING} {IN_NHD}"),
+    (int8(v_scales=None), ValueError, f"v_scales {MISSING} {IN_NHD}"),
+    (
+        int8(v_scales=OF_ROWS.reshape(N, HKV, P)),
+        ValueError,
+        f"v_scales must have shape {IN_NHD} = (8, 4, 2), got (8, 2, 4)",
+    ),
+    (int8(k_scales=np.zeros((N, P, HKV))), TypeError, "k_scales must have dtype float32, got float64"),
+    (
+        int8(k_scales=OF_ROWS[::-1]),
+        ValueError,
+        "k_scales must have positive strides, got (-32, 8, 4) in bytes",
+    ),
+    (int8(k_scales=misaligned(OF_ROWS)), ValueError, "k_scales must be aligned to its item size of 4 bytes"),
+    (
+        int8(k_scale=2.0),
+        ValueError,
+        "k_scale needs an fp8 cache, got a cache of int8, whose rows carry their own scales",
+    ),
+    ({"k_scales": OF_ROWS}, ValueError, f'{OF_INT8}and needs kv_dtype "int8", got None'),
+    (int8(kv_dtype=None), ValueError, f'{OF_INT8}and needs kv_dtype "int8", got None'),
+    (
+        int8(kv_dtype=None, k_scales=None, v_scales=None),
+        TypeError,
+        "k_cache must have dtype float32, float16 or bfloat16, got int8; a cache in 8 bits needs kv_dtype",
+    ),
+    (int8(v_cache=fp8()["v_cache"]), TypeError, "v_cache must have dtype int8 for kv_dtype 'int8', got uint8"),
+]
+SCALES_WRITTEN = [
+    (int8(v_scales=read_only(OF_ROWS)), ValueError, "v_scales must be writable, got a read-only array"),
+    (int8(**SHARED), ValueError, "k_scales must not overlap v_scales"),
+]
+BLOCKS = {name: x for name, x in int8().items() if name != "kv_dtype"}
+SCALES_COPIED = [
+    (BLOCKS | {"v_scales": None}, ValueError, f"v_scales {MISSING} (num_blocks, ...)"),
+    ({"k_scales": OF_ROWS}, ValueError, f"{OF_INT8}got caches of dtype float32"),
+    (
+        BLOCKS | {"v_scales": OF_ROWS[:, 0]},
+        ValueError,
+        "v_scales must have shape (num_blocks, ...) with 3 axes, got (8, 2)",
+    ),
+    (BLOCKS | SHARED, ValueError, "k_scales must not overlap v_scales"),
+    (
+        BLOCKS | {"k_scales": [OF_ROWS]},
+        TypeError,
+        "k_cache and k_scales must both be arrays or both be lists of arrays",
+    ),
+]
+
 CASES = [
     (operation, *case)
     for operation, cases in (
@@ -266,6 +322,9 @@ CASES = [
         ("gather_kv", GATHER),
         ("copy_blocks", COPY),
         ("swap_blocks", SWAP),
+        *((operation, SCALES) for operation in ("decode_attention", "prefill_attention", "write_kv", "gather_kv")),
+        ("write_kv", SCALES_WRITTEN),
+        ("copy_blocks", SCALES_COPIED),
     )
     for case in cases
 ]

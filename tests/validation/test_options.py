@@ -31,8 +31,8 @@ FINITE = 3.4028235677973366e38  # rounds to infinity in float32
 DECODE = [
     ({"layout": "nhd"}, ValueError, 'layout must be "NHD", "HND" or "vllm", got \'nhd\''),
     ({"layout": None}, ValueError, 'layout must be "NHD", "HND" or "vllm", got None'),
-    ({"kv_dtype": "fp8"}, ValueError, 'kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got \'fp8\''),
-    ({"kv_dtype": np.uint8}, ValueError, f'kv_dtype must be None, "fp8_e4m3" or "fp8_e5m2", got {np.uint8!r}'),
+    ({"kv_dtype": "fp8"}, ValueError, 'kv_dtype must be None, "fp8_e4m3", "fp8_e5m2" or "int8", got \'fp8\''),
+    ({"kv_dtype": np.uint8}, ValueError, f'kv_dtype must be None, "fp8_e4m3", "fp8_e5m2" or "int8", got {np.uint8!r}'),
     ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     ({"scale": True}, TypeError, "scale must be a number, got bool"),
     ({"scale": np.bool_(True)}, TypeError, "scale must be a number, got bool"),

@@ -207,8 +207,7 @@ class Wrapper:
         operation: Any = prefill_attention if self._starts else decode_attention
         options |= {"out": out, "return_lse": return_lse}
         key = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in caches)
-        k_cache, v_cache = (host_view(x) for x in caches)
-        result = attend(operation, self._plans, key, q, k_cache, v_cache, where, stored, options)
+        result = attend(operation, self._plans, key, q, tuple(map(host_view, caches)), where, stored, options)
         result, logs = result if return_lse else (result, None)
         if v_scale != 1.0:
             result.detach().mul_(v_scale)

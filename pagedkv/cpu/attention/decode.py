@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
 from ...arrays import Array, address_of
-from ...calls import AttentionCall
+from ...calls import AttentionCall, Caches
 from ...kernel_cache.compile_thread import made_once
 from ...visible import Visible
 from ..compile import compile_kernel
@@ -224,7 +224,7 @@ class DecodeLaunch(NamedTuple):
     token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
     estimate: float
 
-    def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
+    def run(self, q: Array, caches: Caches, result: Array, lse: Array) -> None:
         """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
         num_kv_heads, head_dim = len(self.arguments.v_scale), q.shape[2]
         groups = -(-num_kv_heads // self.heads_per_item)
@@ -236,7 +236,7 @@ class DecodeLaunch(NamedTuple):
             self.kernel,
             self.splits.seq.size * groups,
             (
-                self.inputs._replace(q=address_of(q), k=address_of(k_cache), v=address_of(v_cache)),
+                self.inputs._replace(q=address_of(q), k=address_of(caches[0]), v=address_of(caches[1])),
                 *self.arguments,
                 self.splits,
                 head_dim,
@@ -250,7 +250,7 @@ class DecodeLaunch(NamedTuple):
                 address_of(result),
                 lse,
             ),
-            owners=(q, k_cache, v_cache, *self.owners, result),
+            owners=(q, *caches, *self.owners, result),
             estimate=self.estimate,
         )
 

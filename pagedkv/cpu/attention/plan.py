@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array
-from ...calls import AttentionCall
+from ...calls import AttentionCall, Caches
 from ...commit import bits, commit
 from .decode import DecodeLaunch, plan_decode
 from .prefill import PrefillLaunch, plan_prefill
@@ -20,7 +20,7 @@ class AttentionPlan(NamedTuple):
     num_rows: int  # rows of q that are not padding
     empty: Array | None  # (num_rows,) which rows are of sequences without tokens, if any is
 
-    def run(self, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None, is_given: bool) -> None:
+    def run(self, q: Array, caches: Caches, out: Array, lse: Array | None, is_given: bool) -> None:
         """Fill the first num_rows rows of `out` and, if there is one, of `lse`.
 
         If the caller has given `out`, kernels write to another array: after an interrupt it is as before or complete.
@@ -31,7 +31,7 @@ class AttentionPlan(NamedTuple):
         if self.empty is not None:  # no launch writes these
             result[self.empty], lses[self.empty] = 0, -np.inf
         for launch in self.launches:
-            launch.run(q, k_cache, v_cache, result, lses)
+            launch.run(q, caches, result, lses)
         if is_given:
             commit([(bits(rows), ..., bits(result))])
 

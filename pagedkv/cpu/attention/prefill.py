@@ -17,7 +17,7 @@ import numpy.typing as npt
 from numba import float32, int64, types
 
 from ...arrays import Array, address_of
-from ...calls import AttentionCall
+from ...calls import AttentionCall, Caches
 from ...kernel_cache.compile_thread import made_once
 from ..compile import compile_kernel
 from ..threads import run_items
@@ -150,13 +150,13 @@ class PrefillLaunch(NamedTuple):
     tokens_per_item: int
     estimate: float
 
-    def run(self, q: Array, k_cache: Array, v_cache: Array, result: Array, lse: Array) -> None:
+    def run(self, q: Array, caches: Caches, result: Array, lse: Array) -> None:
         """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
         run_items(
             self.kernel,
             self.chunks.seq.size * len(self.arguments.v_scale),
             (
-                self.inputs._replace(q=address_of(q), k=address_of(k_cache), v=address_of(v_cache)),
+                self.inputs._replace(q=address_of(q), k=address_of(caches[0]), v=address_of(caches[1])),
                 *self.arguments,
                 self.chunks,
                 q.shape[2],
@@ -164,7 +164,7 @@ class PrefillLaunch(NamedTuple):
                 address_of(result),
                 lse,
             ),
-            owners=(q, k_cache, v_cache, *self.owners, result),
+            owners=(q, *caches, *self.owners, result),
             estimate=self.estimate,
         )
 

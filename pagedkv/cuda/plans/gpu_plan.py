@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from numpy.lib.array_utils import byte_bounds
 
 from ...arrays import Array, DeviceArgument, address_of
-from ...calls import AttentionCall
+from ...calls import CACHES, AttentionCall
 from ...layouts import FLOAT32
 from .. import driver
 from .plan import Plan
 
 # What a run has addresses of, in this order, and then that of the LSE; 0 for what there is not.
 ARRAYS = (
-    *("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts"),
+    *("q", *CACHES, "block_tables", "seq_lens", "query_starts"),
     *("alibi_slopes", "sinks", "leftpad", "mask", "k_scale", "v_scale", "out"),
 )
 _NUM_ADDRESSES = len(ARRAYS) + 1
@@ -55,7 +55,7 @@ class GpuPlan:
         self.ordinal, self.stream = call.placement.ordinal, call.placement.stream
         self.shape, self.dtype = call.q.shape, call.q.dtype
         self.arrays = plan.arrays
-        arrays = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, **plan.arrays}
+        arrays = {"q": call.q, **dict(zip(CACHES, call.caches, strict=False)), **plan.arrays}
         self.addresses = [address_of(arrays[name]) if name in arrays else 0 for name in ARRAYS]
         self._spans = [(ARRAYS.index(name), *_span(x)) for name, x in arrays.items() if x.size]
         self._out_span = (0, call.q.size * call.q.itemsize) if call.out is None else _span(call.out)

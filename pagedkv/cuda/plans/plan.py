@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...buckets import bucket
+from ...calls import CACHES
 from ...compiler.compile import CompiledKernel, compile_kernel
 
 if TYPE_CHECKING:
     from ...arrays import Array
-    from ...calls import AttentionCall
+    from ...calls import AttentionCall, Caches
     from ...kernels.device.source import KernelSource
     from ..device import Device
 
@@ -122,11 +123,9 @@ def out_strides(call: AttentionCall) -> tuple[int, int]:
     return num_heads * head_dim * call.q.itemsize, head_dim * call.q.itemsize
 
 
-def run_plan(
-    device: Device, plan: Plan, q: Array, k_cache: Array, v_cache: Array, out: Array, lse: Array | None
-) -> None:
+def run_plan(device: Device, plan: Plan, q: Array, caches: Caches, out: Array, lse: Array | None) -> None:
     """Launch a plan with q, caches and results like those that it was made for."""
-    arrays = {"out": out, "lse": lse, "q": q, "k_cache": k_cache, "v_cache": v_cache, **plan.arrays}
+    arrays = {"out": out, "lse": lse, "q": q, **dict(zip(CACHES, caches, strict=False)), **plan.arrays}
     addresses = {name: device.address(name, x) for name, x in arrays.items() if x is not None}
     addresses |= {name: device.scratch(name, nbytes) for name, nbytes in plan.workspaces}
     for x in plan.launches:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import FLOAT_DTYPES, FORMATS, KvFormat
+from ...layouts import FLOAT32, FLOAT_DTYPES, FORMATS, KvFormat
 
 FLOATS = {dtype.name: dtype for dtype in FLOAT_DTYPES}
-# What fills unused slots (a float, an fp8 code) and unused table entries.
+# What fills unused slots (a float, the bits of a code) and unused table entries.
 POISONS = {
     "nan": (np.nan, 0x7F, (-1, 2**31 - 1, -(2**31), 10**6)),
     "inf": (-np.inf, 0xFC, (2**31 - 1, 10**9)),
@@ -31,7 +31,7 @@ class Spec:
     query_lens : tuple of int or None
         Query tokens of each sequence; None for decode.
     kv_dtype : str
-        The type of the cache: the name of a float or fp8 type.
+        The type of the cache: the name of a float or fp8 type, or "int8".
     strides : str
         K and V are "own" arrays, "halves" of one array, or "strided" with gaps on every axis.
     kv_scales : str or None
@@ -111,6 +111,11 @@ class Spec:
     def kv_format(self) -> KvFormat:
         return FORMATS[self.kv_dtype]
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether rows of the cache have scales of their own."""
+        return self.kv_format.scale == "row"
+
     def replace(self, **changes: Any) -> "Spec":
         """Copy the spec with other values of some fields."""
         return dataclasses.replace(self, **changes)
@@ -123,7 +128,7 @@ class Spec:
     def explained(self) -> str:
         """The repr, followed by explanations of words in it that are special to this package."""
         value, code, entries = POISONS[self.poison]
-        held = f"{code:#04x} in fp8" if self.is_fp8 else value
+        held = f"{code:#04x} in fp8" if self.is_fp8 else f"{code:#04x} with scale {value}" if self.has_scales else value
         said = {
             "needles": "KV head h has one key that takes all the weight, at position needles[h % len(needles)]",
             "fingerprint": "values are the numbers of their block, offset and head",
@@ -168,12 +173,19 @@ class Problem:
     options: dict[str, Any]
     out: np.ndarray
     out_buffer: np.ndarray  # `out` is a view of this
-    contents: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q, k and v of each sequence
+    contents: list[tuple[np.ndarray, ...]]  # q, k and v of each sequence, and the scales of rows that have them
 
     @property
     def args(self) -> tuple[np.ndarray, ...]:
         args = (self.q, self.k_cache, self.v_cache, self.block_tables, self.seq_lens)
         return args if self.query_starts is None else (*args, self.query_starts)
+
+    @property
+    def caches(self) -> dict[str, np.ndarray]:
+        """K and V, and the scales of rows that have them, by the names of their arguments."""
+        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
+        caches.update((name, x) for name, x in self.options.items() if name in ("k_scales", "v_scales"))
+        return caches
 
     @property
     def num_written(self) -> int:
@@ -204,34 +216,39 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
     wide = np.resize(np.array(POISONS[spec.poison][2], np.int32), (len(ids), max_blocks + 3))
     block_tables = wide[:, :max_blocks]
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    k_pool, v_pool = _full_of_poison(shape, spec), _full_of_poison(shape, spec)
+    pools = [_full_of_poison(shape, spec.kv_format.stored, spec) for _ in range(2)]
+    if spec.has_scales:  # in memory the tokens of a head are side by side, as in a PagedKVCache
+        of_heads = num_blocks, spec.num_kv_heads, spec.block_size
+        pools += [_full_of_poison(of_heads, FLOAT32, spec).swapaxes(1, 2) for _ in range(2)]
     contents = []
     for seq, (seq_id, length, query_len, count) in enumerate(
         zip(ids, spec.seq_lens, query_lens, block_counts, strict=True)
     ):
         blocks, free = free[:count], free[count:]
         block_tables[seq, :count] = blocks
-        q, k, v = _contents(spec, seq_id, length, query_len) if like is None else like.contents[seq]
-        contents.append((q, k, v))
+        own = _contents(spec, seq_id, length, query_len) if like is None else like.contents[seq]
+        contents.append(own)
         position = np.arange(length)
         block, offset = blocks[position // spec.block_size], position % spec.block_size
+        rows = list(own[1:])
         if spec.fingerprint:
-            v = _fingerprints(spec, block, offset)
+            rows[1::2] = _stored(spec, _fingerprints(spec, block, offset))
         first = int(options["leftpad"][seq]) if spec.leftpad else 0
         if spec.poisons_left_of_window and spec.window:
             first = max(first, length - query_len + 1 - spec.window)
         first = min(first, length)
         block_tables[seq, : first // spec.block_size] = np.resize(POISONS[spec.poison][2], first // spec.block_size)
-        k_pool[block[first:], offset[first:]] = k[first:]
-        v_pool[block[first:], offset[first:]] = v[first:]
+        for pool, x in zip(pools, rows, strict=True):
+            pool[block[first:], offset[first:]] = x[first:]
 
     num_rows = sum(query_lens) + spec.padding_rows
     q_buffer = np.full((num_rows + 1, spec.num_heads + 1, spec.head_dim + 8), np.nan, FLOATS[spec.q_dtype])
     out_buffer = np.full_like(q_buffer, np.nan)
     inside = (slice(0, num_rows), slice(1, None), slice(8, None))
-    for start, (q, _, _) in zip(np.cumsum((0, *query_lens)), contents, strict=False):
+    for start, (q, *_) in zip(np.cumsum((0, *query_lens)), contents, strict=False):
         q_buffer[inside][start : start + len(q)] = q
-    k_cache, v_cache = _arrange(spec, k_pool, v_pool)
+    k_cache, v_cache, *scales = _arrange(spec, pools)
+    options |= dict(zip(("k_scales", "v_scales"), scales, strict=False))
     q = q_buffer[inside]
     return Problem(
         spec=spec,
@@ -267,7 +284,7 @@ def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng:
         options["mask"] = _mask(spec, ids, query_lens)
     if spec.sinks:
         options["sinks"] = (3 * rng.standard_normal(spec.num_heads)).astype(np.float32)
-    if spec.is_fp8:
+    if spec.kv_format.coded:
         options["kv_dtype"] = spec.kv_dtype
         if spec.kv_scales == "scalar":
             options |= {"k_scale": 0.5, "v_scale": 1.75}
@@ -292,8 +309,8 @@ def _mask(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...]) -> np.n
     return np.concatenate(masks)
 
 
-def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw q (query_len, Hq, D) in its dtype, and k, v (length, Hkv, D) as the cache stores them."""
+def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.ndarray, ...]:
+    """Draw q (query_len, Hq, D) in its dtype, and k, v (length, Hkv, D) as the cache stores them, with their scales."""
     rng = np.random.default_rng([spec.seed, seq_id])
     k, v = rng.standard_normal((2, length, spec.num_kv_heads, spec.head_dim), np.float32)
     if spec.needles:  # one query for all rows and heads of a group, so that one key can dominate for all
@@ -305,46 +322,63 @@ def _contents(spec: Spec, seq_id: int, length: int, query_len: int) -> tuple[np.
                 k[needle, head] = 40 * q[0, head * spec.group_size]
     else:
         q = rng.standard_normal((query_len, spec.num_heads, spec.head_dim), np.float32)
-    return q.astype(FLOATS[spec.q_dtype]), spec.kv_format.narrow(k), spec.kv_format.narrow(v)
+    (k, *k_scales), (v, *v_scales) = _stored(spec, k), _stored(spec, v)
+    return q.astype(FLOATS[spec.q_dtype]), k, v, *k_scales, *v_scales
+
+
+def _stored(spec: Spec, x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The arrays that hold rows x (length, Hkv, D) in a cache: elements, and scales if rows have them."""
+    return spec.kv_format.quantise(x) if spec.has_scales else (spec.kv_format.narrow(x),)
 
 
 def _fingerprints(spec: Spec, block: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Make values (length, Hkv, D) that encode their place: D repeats block // 16, block % 16, offset // 16 ..."""
+    """Make values (length, Hkv, D) that encode their place: D repeats block // 16, block % 16, offset // 16 ...
+
+    A row of int8 has scale 1, as its largest value is 127.
+    """
     head = np.broadcast_to(np.arange(spec.num_kv_heads), (len(block), spec.num_kv_heads))
     block, offset = (np.broadcast_to(x[:, None], head.shape) for x in (block, offset))
-    parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, 3 + 0 * head]
+    last = 127 if spec.has_scales else 3
+    parts = [block // 16, block % 16, offset // 16, offset % 16, head, 1 + 0 * head, 2 + 0 * head, last + 0 * head]
     values = np.tile(np.stack(parts, axis=-1), spec.head_dim // 8)
-    return spec.kv_format.narrow(values.astype(np.float32))
+    return values.astype(np.float32)
 
 
-def _full_of_poison(shape: tuple[int, ...], spec: Spec) -> np.ndarray:
+def _full_of_poison(shape: tuple[int, ...], dtype: np.dtype[Any], spec: Spec) -> np.ndarray:
     value, code, _ = POISONS[spec.poison]
-    return np.full(shape, code if spec.is_fp8 else value, spec.kv_format.stored)
+    if dtype.itemsize > 1:
+        return np.full(shape, value, dtype)
+    return np.full(shape, code, np.uint8).view(dtype)
 
 
-def _arrange(spec: Spec, k_pool: np.ndarray, v_pool: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Arrange pools (N, P, Hkv, D) in the layout and with the strides of the spec."""
-    k, v = in_layout(k_pool, v_pool, spec.layout)
-    if spec.strides == "own":
-        return np.ascontiguousarray(k), np.ascontiguousarray(v)
+def _arrange(spec: Spec, pools: list[np.ndarray]) -> list[np.ndarray]:
+    """Arrange pools (N, P, Hkv, D) of K and V, and (N, P, Hkv) of scales, in the layout and with the spec's strides."""
+    pairs = (in_layout(k, v, spec.layout) for k, v in zip(pools[::2], pools[1::2], strict=True))
+    return [x for k, v in pairs for x in _with_strides(spec, k, v)]
+
+
+def _with_strides(spec: Spec, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Copies of K and V, or of their scales, with the strides of the spec."""
+    if spec.strides == "own":  # the memory of scales is in order already
+        return (k, v) if k.ndim == 3 else (np.ascontiguousarray(k), np.ascontiguousarray(v))
     if spec.strides == "halves":
-        combined = np.empty((len(k), 2, k[:1].size), spec.kv_format.stored)
-        k_cache, v_cache = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
+        combined = np.empty((len(k), 2, k[:1].size), k.dtype)
+        k_copy, v_copy = combined[:, 0].reshape(k.shape), combined[:, 1].reshape(v.shape)
     else:  # K and V with different paddings on every axis
-        k_cache = _full_of_poison((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), spec)
-        v_cache = _full_of_poison((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), spec)
-        k_cache = k_cache[tuple(slice(1, None) for _ in k.shape[:-1])][..., : k.shape[-1]]
-        v_cache = v_cache[tuple(slice(2, None) for _ in v.shape[:-1])][..., 8:]
-    k_cache[...], v_cache[...] = k, v
-    return k_cache, v_cache
+        k_copy = _full_of_poison((*(n + 1 for n in k.shape[:-1]), 2 * k.shape[-1]), k.dtype, spec)
+        v_copy = _full_of_poison((*(n + 2 for n in v.shape[:-1]), v.shape[-1] + 8), v.dtype, spec)
+        k_copy = k_copy[tuple(slice(1, None) for _ in k.shape[:-1])][..., : k.shape[-1]]
+        v_copy = v_copy[tuple(slice(2, None) for _ in v.shape[:-1])][..., 8:]
+    k_copy[...], v_copy[...] = k, v
+    return k_copy, v_copy
 
 
 def in_layout(k_pool: np.ndarray, v_pool: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """View pools (N, P, Hkv, D) with the axes of a layout."""
+    """View pools (N, P, Hkv, D), or those of scales (N, P, Hkv), with the axes of a layout."""
     if layout == "NHD":
         return k_pool, v_pool
-    if layout == "HND":
-        return k_pool.transpose(0, 2, 1, 3), v_pool.transpose(0, 2, 1, 3)
+    if layout == "HND" or k_pool.ndim == 3:
+        return k_pool.swapaxes(1, 2), v_pool.swapaxes(1, 2)
     num_blocks, block_size, num_kv_heads, head_dim = k_pool.shape
     x = 16 // k_pool.itemsize
     k = k_pool.reshape(num_blocks, block_size, num_kv_heads, head_dim // x, x)

@@ -120,7 +120,7 @@ def specs_within(draw: st.DrawFn, limits: Limits, prefill: bool = False) -> Spec
         kv_dtype=kv_dtype,
         strides=draw(_one_of(*strides)),
         contiguous=limits.contiguous,
-        kv_scales=option("k_scale", scales) if kv_format.scaled else None,
+        kv_scales=option("k_scale", scales) if kv_format.scale == "call" else None,
         scale=option("scale", _one_of(None, None, 0.0, -0.1, 0.25)),
         softcap=option("softcap", _one_of(None, None, 0.7, 30.0)),
         alibi=option("alibi_slopes", st.booleans(), False),

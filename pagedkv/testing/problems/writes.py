@@ -64,7 +64,7 @@ def write_specs(
         num_kv_heads=draw(st.integers(1, 3)),
         block_size=draw(st.sampled_from(BLOCK_SIZES[layout][:-1])),
         strides=draw(st.sampled_from(strides)),
-        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if FORMATS[kv_dtype].scaled else None,
+        kv_scales=draw(st.sampled_from([None, "scalar", "per head"])) if FORMATS[kv_dtype].scale == "call" else None,
         seed=draw(st.integers(0, 2**16)),
     )
     token_dtype = draw(st.sampled_from(FORMATS[kv_dtype].takes)).name
@@ -80,7 +80,8 @@ def build_write(spec: WriteSpec) -> WriteProblem:
     slots[rng.random(spec.num_tokens) < 0.2] = -1 - rng.integers(2**40)
     if spec.backwards:
         k, v = k[::-1, ::-1], v[::-1, ::-1]
-    options = {name: problem.options.get(name) for name in ("layout", "kv_dtype", "k_scale", "v_scale")}
+    names = ("layout", "kv_dtype", "k_scale", "v_scale", "k_scales", "v_scales")
+    options = {name: problem.options.get(name) for name in names}
     return WriteProblem(k, v, problem, slots, options)
 
 

@@ -109,7 +109,7 @@ def test_null_pointers_and_numbers_stand_for_what_is_not_given():
 
     call, out = call_of("v1", scale=0.5, softcap=30.0)
     device = Recorder()
-    run_plan(device, attention.plan(device, call), call.q, call.k_cache, call.v_cache, out, None)
+    run_plan(device, attention.plan(device, call), call.q, call.caches, out, None)
     assert sorted(device.names) == ["block_tables", "k_cache", "out", "q", "seq_lens", "v_cache"]
     (args,) = device.args
     assert [x == 0 for x in args[:13]] == [False, *[True] * 3, *[False] * 5, *[True] * 4]
