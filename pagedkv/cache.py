@@ -16,6 +16,7 @@ from .commit import commit as store
 from .layouts import KvFormat
 from .memory import snapshots, starts
 from .memory.arguments import MAX_INT32, as_int, bool_per_seq, per_layer, per_seq
+from .memory.contents import Contents, found
 from .memory.device.arrays import Arrays
 from .memory.device.batch import Batch, Batches
 from .memory.device.layer_caches import LayerCaches, bytes_of_block
@@ -804,6 +805,15 @@ class PagedKVCache(Sequences):
         self._layer_caches.copy(plan.copies)
         self.pool._commit(plan.writes, undo=lambda: rows.plan_free(plan.seq))
         return added
+
+    @consistent
+    def _contents(self, seqs: Any) -> list[Contents]:
+        """What stores copy of sequences, (num_seqs,) handles, each named once."""
+        return [Contents.of(self._rows, row) for row in self._rows.handles.find_distinct(seqs).tolist()]
+
+    @consistent
+    def _found(self, ids: npt.NDArray[np.int32], root: bytes) -> tuple[npt.NDArray[np.int64], dict[int, int]]:
+        return found(self._rows, ids, root)
 
     def _plan_take_back(self, seqs: Any, n: Any) -> list[Write]:
         """Shorten sequences by the tokens that `append` has added."""

@@ -382,6 +382,12 @@ class SequenceRows:
         writes = [*self.plan_drop(rows, np.zeros_like(rows), forgotten), *self.handles.plan_retire(rows)]
         return writes if self.states is None else [*writes, *self.states.plan_end(rows)]
 
+    def slots(self, row: Int64Array, start: int, stop: int) -> Int64Array:
+        """The slots of some tokens of a row, (1,) int64, in each group; UNUSED where a window has passed them."""
+        logical, offset = np.divmod(np.arange(start, stop), self.block_size)
+        blocks = self.entries.take(self.lines_of(row)[:, None] * self.blocks.shape[1] + logical)
+        return np.where(blocks == UNUSED, UNUSED, blocks * np.int64(self.block_size) + offset)
+
     def ends(self, rows: Int64Array, lens: Int64Array) -> Int64Array:
         """The block of the leading group in which the first `lens` tokens of each row end, UNUSED if there is none."""
         lines = self.lines_of(rows).reshape(self.num_groups, -1)[self.groups.leader]

@@ -284,10 +284,7 @@ class Sequences(Guarded):
             raise ValueError(
                 f"start <= stop <= {length}, the length of sequence {seq}, must hold, got start {start}, stop {stop}"
             )
-        logical, offset = np.divmod(np.arange(start, stop), self.block_size)
-        lines = self._rows.lines_of(rows)
-        blocks = self._rows.entries.take(lines[:, None] * self._rows.blocks.shape[1] + logical)
-        slots = np.where(blocks == UNUSED, UNUSED, blocks * np.int64(self.block_size) + offset)
+        slots = self._rows.slots(rows, start, stop)
         return slots if len(slots) > 1 else slots[0]
 
     @consistent

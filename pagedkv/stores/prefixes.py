@@ -104,9 +104,9 @@ class StoredPrefixes:
         timeout: float = 2.0,
         max_pending_bytes: int = 2**28,
     ) -> None:
-        if (chains := cache._rows.chains) is None:
+        if not cache.prefix_cache:
             raise ValueError("cache must have a prefix cache, got one with prefix_cache=False, which finds nothing")
-        self.cache, self.chains = cache, chains
+        self.cache = cache
         options = {"first_head": first_head, "block_tokens": block_tokens}
         self.blocks, *self.windows = CacheBlocks.of_each_kind(cache, model, **options)
         # Tokens appended at a time, so that windows give blocks back in between.
@@ -272,16 +272,9 @@ class StoredPrefixes:
             How many of the first tokens the store has or has been given.
         """
         cache, root, size = self.cache, root_digest(salt), self.blocks.wire.block_tokens
-        ids, offsets = ids_of(tokens), np.arange(cache.block_size)
-        columns = self.chains.cache.columns(self.chains.cache.find(ids, root))
-        num_tokens = columns.shape[1] * cache.block_size
-        snapshots: dict[int, int] = {}  # by how many tokens each stands for, its slot
-        if cache._rows.states is not None:
-            counts, state_slots = cache._rows.states.along(columns[cache.layer_groups.leader])
-            snapshots = dict(zip((counts * cache.block_size).tolist(), state_slots.tolist(), strict=True))
-            num_tokens = max(snapshots, default=0)
-        num_blocks = num_tokens // size
-        all_slots = (columns[:, :, None] * cache.block_size + offsets).reshape(len(columns), -1)
+        ids = ids_of(tokens)
+        all_slots, snapshots = cache._found(ids, root)
+        num_blocks = (all_slots.shape[1] if self.states is None else max(snapshots, default=0)) // size
         text, ids, slots = ids, ids[: num_blocks * size], all_slots[:, : num_blocks * size]
         windows, has, deadline = WindowBlocks(self.windows, ids, root), set[bytes](), self.patient.deadline()
         of_text = self.blocks.wire.digests(ids, root)

@@ -9,9 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import to_host
 from ..memory.prefix.digests import blake2b_128, root_digest
-from ..memory.snapshots import require_written
 from .blocks import CacheBlocks
 from .parts import Parts
 from .prefixes import StoredPrefixes
@@ -99,17 +97,19 @@ class SavedSequences:
         """
         _require_name(name)
         prefixes, cache = self._prefixes, self._prefixes.cache
-        chains, [row] = prefixes.chains, cache._rows.handles.find(seq)
-        num_tokens, num_known = int(cache.seq_lens(seq)[0]), int(chains.num_known[row])
-        if not num_tokens or num_known < num_tokens:
+        [contents] = cache._contents([seq])
+        slots, tokens, root, num_tokens = contents.slots, contents.tokens, contents.root, contents.num_tokens
+        if not num_tokens or len(tokens) < num_tokens:
             raise ValueError(
-                f"seq must have tokens whose ids are all known, got {seq} with {num_tokens} tokens, {num_known} of "
+                f"seq must have tokens whose ids are all known, got {seq} with {num_tokens} tokens, {len(tokens)} of "
                 "them known: pass their ids to add and append"
             )
-        if (slots_of_states := cache._rows.states) is not None:
-            require_written(cache._rows, np.array([row]))
-        slots = np.atleast_2d(to_host(cache.slots(seq, 0, num_tokens)))
-        tokens, root = chains.cache.tokens[slots[cache.layer_groups.leader]], chains._roots[row].tobytes()
+        contents.require_state()
+        if contents.num_computed < num_tokens:
+            raise ValueError(
+                f"seq must have a state that stands for all its tokens, but that of sequence {seq} stands for "
+                f"{contents.num_computed} of {num_tokens}: call write_states after the pass, and then commit"
+            )
         starts = [int(np.count_nonzero(window.missing(slots))) for window in prefixes.windows]
         given: list[bytes] = []
         for blocks, start in zip((prefixes.blocks, *prefixes.windows), (0, *starts), strict=True):
@@ -117,9 +117,9 @@ class SavedSequences:
             if of_blocks is None:
                 return False
             given += of_blocks
-        if prefixes.states is not None and slots_of_states is not None:
-            slot, digest = int(slots_of_states.of_row[row]), prefixes.blocks.wire.digests(tokens, root)[-1]
-            state_keys, state = prefixes.states.read(slot, num_tokens, digest)
+        if prefixes.states is not None:
+            digest = prefixes.blocks.wire.digests(tokens, root)[-1]
+            state_keys, state = prefixes.states.read(contents.state_slot, num_tokens, digest)
             if not prefixes.patient.put_now(state_keys, state):
                 return False
             given += state_keys

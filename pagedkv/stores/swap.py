@@ -13,6 +13,7 @@ import numpy.typing as npt
 from ..arrays import to_host
 from ..cache import PagedKVCache
 from ..errors import OutOfBlocksError
+from ..memory.contents import Contents
 from ..memory.device.arrays import Arrays
 from ..memory.sizing import bytes_of
 from ..memory.states import NO_SLOT
@@ -160,12 +161,13 @@ class SwapSpace:
         KeyError
             A sequence was freed, or never existed.
         """
-        rows, handles = self._find(seqs)
+        contents = self.cache._contents(seqs)
+        handles = [one.seq for one in contents]
         self._forget_freed()
-        for seq in handles:
-            if seq in self._out and not self.cache.seq_lens(seq)[0]:  # an interrupted call may have left it here
-                raise ValueError(f"seqs must be sequences that are in the cache, got {seq}, which is swapped out")
-        if (copies := self._store(rows, handles)) is None:
+        for one in contents:
+            if one.seq in self._out and not one.num_tokens:  # an interrupted call may have left it here
+                raise ValueError(f"seqs must be sequences that are in the cache, got {one.seq}, which is swapped out")
+        if (copies := self._store(contents)) is None:
             return False
         self._out |= dict(zip(handles, copies, strict=True))
         try:
@@ -201,13 +203,14 @@ class SwapSpace:
             Too few blocks are free. Nothing has changed.
         """
         cache = self.cache
-        _, handles = self._find(seqs)
-        for seq in handles:
-            if seq not in self._out:
-                raise ValueError(f"seqs must be sequences that are swapped out, got {seq}, which is not")
-            if cache.seq_lens(seq)[0]:
+        contents = cache._contents(seqs)
+        handles = [one.seq for one in contents]
+        for one in contents:
+            if one.seq not in self._out:
+                raise ValueError(f"seqs must be sequences that are swapped out, got {one.seq}, which is not")
+            if one.num_tokens:
                 raise ValueError(
-                    f"seqs must be as swap_out left them, got {seq}, which has got tokens since: truncate it to 0"
+                    f"seqs must be as swap_out left them, got {one.seq}, which has got tokens since: truncate it to 0"
                 )
         needed = sum(-(-self._out[seq].num_tokens // cache.block_size) for seq in handles)
         if needed > (free := cache.num_free):
@@ -236,10 +239,10 @@ class SwapSpace:
         KeyError
             The sequence was freed, or never existed.
         """
-        rows, handles = self._find(seq)
-        if len(handles) != 1:
-            raise ValueError(f"seq must be the handle of one sequence, got {len(handles)}: call copy_out for each")
-        copies = self._store(rows, handles)
+        contents = self.cache._contents(seq)
+        if len(contents) != 1:
+            raise ValueError(f"seq must be the handle of one sequence, got {len(contents)}: call copy_out for each")
+        copies = self._store(contents)
         return None if copies is None else copies[0]
 
     def copy_in(self, seq: int, copy: Swapped) -> int:
@@ -287,22 +290,19 @@ class SwapSpace:
         self._out.clear()
         self._patient.close()
 
-    def _find(self, seqs: Any) -> tuple[npt.NDArray[np.int64], list[int]]:
-        rows = self.cache._rows.handles.find_distinct(seqs)
-        return rows, self.cache._rows.handles.of(rows).tolist()
-
-    def _store(self, rows: npt.NDArray[np.int64], handles: list[int]) -> list[Swapped] | None:
+    def _store(self, contents: list[Contents]) -> list[Swapped] | None:
         """Copy sequences to the store; None if it has not taken all of them in time."""
         size, deadline = self._blocks.wire.block_tokens, self._patient.deadline()
         # For the slots of a wire block, and for a state slot: the digest, and whose it is.
         stored: dict[bytes | int, tuple[bytes, int]] = {}
         copies: list[Swapped] = []
-        for row, seq in zip(rows.tolist(), handles, strict=True):
-            num_tokens = self._num_computed(seq)
-            slots = np.asarray(to_host(self.cache.slots(seq, 0, num_tokens)))
+        for one in contents:
+            one.require_state()
+        for one in contents:
+            num_tokens, slot = one.num_computed, one.state_slot
+            slots = one.slots[0, :num_tokens]
             parts = [slots[i : i + size] for i in range(0, num_tokens, size)]
             things: list[bytes | int] = [part.tobytes() for part in parts]
-            slot = NO_SLOT if (states := self.cache._rows.states) is None else int(states.of_row[row])
             if slot != NO_SLOT:
                 things.append(slot)
             stored |= {thing: (os.urandom(_DIGEST_BYTES), len(copies)) for thing in things if thing not in stored}
@@ -310,7 +310,8 @@ class SwapSpace:
             names = [name for digest in digests[: len(parts)] for name in self._blocks.names(digest)]
             state = digests[-1] if len(things) > len(parts) else b""
             shares = tuple(copies[i] for i in {*owners} if i < len(copies))
-            copy = Swapped(num_tokens, *self._known(row, slots), names, state, shares)
+            known = one.num_committed, one.tokens[:num_tokens], one.num_clears
+            copy = Swapped(num_tokens, *known, names, state, shares)
             are_new = [owner == len(copies) for owner in owners]
             new, of_new = [*compress(parts, are_new)], [*compress(digests[: len(parts)], are_new)]
             keys = [name.key for digest in of_new for name in self._blocks.names(digest)]
@@ -324,24 +325,6 @@ class SwapSpace:
                 return None
         return copies
 
-    def _num_computed(self, seq: int) -> int:
-        """How many tokens of a sequence have all that comes back: with states, those that its state stands for."""
-        cache = self.cache
-        if self._states is None:
-            return int(cache.seq_lens(seq)[0])
-        num_tokens = int(cache.state_lens(seq)[0])
-        if num_tokens < 0:
-            raise ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
-        return num_tokens
-
-    def _known(self, row: int, slots: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.int32], int]:
-        """How many tokens of a row are in blocks that can be found, all that are known, and `num_clears`."""
-        chains = self.cache._rows.chains
-        if chains is None:
-            return 0, _NO_TOKENS, 0
-        num_known, num_clears = int(chains.num_known[row]), int(chains.num_clears[0])
-        return int(chains.num_found[row]) * self.cache.block_size, chains.cache.tokens[slots[:num_known]], num_clears
-
     def _put(self, parts: list[npt.NDArray[np.int64]], digests: list[bytes], deadline: float) -> bool:
         """Put wire blocks whose slots are given, of which only the last may be partly full."""
         at_once = max(1, _AT_ONCE // self._blocks.bytes_of_all_heads)
@@ -354,10 +337,11 @@ class SwapSpace:
     def _append(self, seq: int, copy: Swapped, deadline: float) -> int:
         """Append to a sequence what comes of a copy by the deadline; returns its length."""
         cache, size, num_heads = self.cache, self._blocks.wire.block_tokens, self._blocks.num_heads
-        before = start = int(cache.seq_lens(seq)[0])
+        [there] = cache._contents([seq])
+        before = start = there.num_tokens
         if start >= copy.num_tokens:
             return start
-        if (chains := cache._rows.chains) is not None and copy.num_clears != chains.num_clears[0]:
+        if copy.num_clears != there.num_clears:
             copy = replace(copy, num_committed=0, tokens=_NO_TOKENS)
         state = None
         if self._states is not None:

@@ -121,7 +121,7 @@ MUTANTS = [
     ),
     Mutant(
         "swap: what a reset has made unfindable comes back with its tokens",
-        "copy.num_clears != chains.num_clears[0]",
+        "copy.num_clears != there.num_clears",
         "False",
         "tests/stores/test_swap.py::test_what_was_swapped_out_before_a_reset_is_never_found",
     ),
@@ -145,8 +145,8 @@ MUTANTS = [
     ),
     Mutant(
         "swap: tokens without a state come back",
-        "num_tokens = int(cache.state_lens(seq)[0])",
-        "num_tokens = int(cache.seq_lens(seq)[0])",
+        "num_tokens, slot = one.num_computed, one.state_slot",
+        "num_tokens, slot = one.num_tokens, one.state_slot",
         STATES + "test_tokens_that_were_not_computed_do_not_come_back",
     ),
     Mutant(
@@ -181,8 +181,8 @@ MUTANTS = [
     ),
     Mutant(
         "saved: a state that is behind its sequence is saved",
-        "require_written(cache._rows, np.array([row]))",
-        "pass",
+        "contents.num_computed < num_tokens",
+        "False",
         STATES + "test_a_sequence_whose_state_is_behind_is_not_saved",
     ),
     Mutant(
