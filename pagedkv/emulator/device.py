@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -113,17 +113,15 @@ class EmulatorDevice:
         trace: Warp | None = None,
     ) -> None:
         require_warp(trace)
-        self._seed, self._race, self._global_race, self._init_check = seed, race, global_race, init_check
-        self._stats, self._footprint, self._trace = stats, footprint, trace
+        self._options: dict[str, Any] = {"seed": seed, "race": race, "global_race": global_race}
+        self._options |= {"init_check": init_check, "stats": stats, "footprint": footprint, "trace": trace}
         self.memory = _large_device()
         self._arrays: dict[tuple[object, ...], tuple[np.ndarray, Buffer]] = {}
         self._scratch: dict[str, Buffer] = {}
         self.launches: list[LaunchStats] = []
 
     def __repr__(self) -> str:
-        checks = f"race={self._race}, global_race={self._global_race}, init_check={self._init_check}"
-        records = f"stats={self._stats}, footprint={self._footprint}, trace={self._trace}"
-        return f"EmulatorDevice(seed={self._seed}, {checks}, {records})"
+        return f"EmulatorDevice({', '.join(f'{name}={value}' for name, value in self._options.items())})"
 
     def again(self, trace: Warp | None = None) -> EmulatorDevice:
         """A device with the same settings and empty memory, which appends its launches to `launches` here.
@@ -132,7 +130,7 @@ class EmulatorDevice:
         """
         fresh = copy.copy(self)
         fresh.memory, fresh._arrays, fresh._scratch = _large_device(), {}, {}
-        fresh._trace = trace or self._trace
+        fresh._options = self._options | ({} if trace is None else {"trace": trace})
         return fresh
 
     def __enter__(self) -> EmulatorDevice:
@@ -193,15 +191,9 @@ class EmulatorDevice:
                 kernel.num_threads,
                 args,
                 shared_bytes,
-                race=self._race,
-                init_check=self._init_check,
-                global_race=self._global_race,
-                stats=self._stats,
-                footprint=self._footprint,
-                trace=self._trace,
-                seed=self._seed,
                 max_shared_bytes=self.max_shared_bytes,
                 name=kernel.name,
+                **self._options,
             )
         )
 

@@ -6,7 +6,6 @@ from functools import partialmethod
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...memory.arguments import as_int
 from ...validation import require
@@ -117,8 +116,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
                 f"got {self._lens_on_host.tolist()}"
             )
         starts = np.arange(len(self._lens_on_host) + 1, dtype=np.int32) * np.int32(q_len_per_req)
-        on_device = starts if self.device.type == "cpu" else torch.from_numpy(starts).to(self.device)
-        self._starts = {} if q_len_per_req == 1 else {"query_starts": on_device}
+        self._starts = {} if q_len_per_req == 1 else {"query_starts": self._on_device(starts)}
         self._num_rows = int(starts[-1])
         self._planned = True
 

@@ -125,8 +125,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
                     f"got {query_lens.tolist()} for {lens.tolist()} keys"
                 )
             self._query_lens = query_lens
-        on_device = starts if self.device.type == "cpu" else torch.from_numpy(starts).to(self.device)
-        self._starts = {"query_starts": on_device}
+        self._starts = {"query_starts": self._on_device(starts)}
         self._planned = True
 
     begin_forward = plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...arrays import between_graphs, host_view
@@ -85,8 +86,7 @@ class Wrapper:
             raise ValueError(f"{names[0]} must leave a request at most 2**31 - 1 tokens, got {lens_in_int64.tolist()}")
         lens = lens_in_int64.astype(np.int32)
         self._max_seq_len = int(lens.max(initial=0))
-        self._tables: Any = tables if self.device.type == "cpu" else torch.from_numpy(tables).to(self.device)
-        self._lens: Any = lens if self.device.type == "cpu" else torch.from_numpy(lens).to(self.device)
+        self._tables, self._lens = self._on_device(tables), self._on_device(lens)
         self._lens_on_host, self._page_size = lens, page_size
         self._plans: dict[Any, Any] = {}
         self._query_lens: Any = None
@@ -220,6 +220,9 @@ class Wrapper:
     def run_return_lse(self, q: Any, paged_kv_cache: Any, **options: Any) -> Any:
         """Call `run` with ``return_lse=True``."""
         return self.run(q, paged_kv_cache, return_lse=True, **options)
+
+    def _on_device(self, x: npt.NDArray[np.int32]) -> Any:
+        return x if self.device.type == "cpu" else torch.from_numpy(x).to(self.device)
 
     def _require_planned(self) -> None:
         if not self._planned:
