@@ -31,7 +31,7 @@ from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
 from .memory.sizing import blocks_in, bytes_of, count_in, shapes_of
-from .memory.states import StateSlots
+from .memory.states import StateSlots, lost
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
 from .operations.caches import write_kv
@@ -434,10 +434,8 @@ class PagedKVCache(Sequences):
         """
         slots = self._with_states()
         rows = self._rows.handles.find(seqs)
-        lost = slots.lens_of(rows) < 0
-        if np.count_nonzero(lost):
-            seq = self._rows.handles.of(rows[lost])[0]
-            raise ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
+        if np.count_nonzero(are_lost := slots.lens_of(rows) < 0):
+            raise lost(self._rows.handles.of(rows[are_lost])[0])
         return self._state_arrays.read(slots.of_row[rows])
 
     @between_graphs

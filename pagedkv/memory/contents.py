@@ -8,7 +8,7 @@ import numpy as np
 
 from .ids import Int32Array, Int64Array
 from .rows import SequenceRows
-from .states import NO_SLOT
+from .states import NO_SLOT, lost
 
 
 class Contents(NamedTuple):
@@ -61,9 +61,7 @@ class Contents(NamedTuple):
     def require_state(self) -> None:
         """Raise ValueError if the sequence has lost its state."""
         if self.num_computed < 0:
-            raise ValueError(
-                f"the state of sequence {self.seq} is lost, since write_states was interrupted: truncate it"
-            )
+            raise lost(self.seq)
 
 
 def found(rows: SequenceRows, ids: Int32Array, root: bytes) -> tuple[Int64Array, dict[int, int]]:

@@ -278,3 +278,8 @@ class StateSlots:
             must_hold(live[of_row[of_row >= 0]].all(), "a snapshot makes way for a sequence that has ended")
         if self._cache is not None:
             self._cache.check_ends(blocks, counts // self._block_size)
+
+
+def lost(seq: int) -> ValueError:
+    """The error for a sequence that has lost its state."""
+    return ValueError(f"the state of sequence {seq} is lost, since write_states was interrupted: truncate it")
