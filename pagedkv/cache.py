@@ -30,7 +30,7 @@ from .memory.prefix.events import Listener
 from .memory.prefix.eviction import LRU, Eviction
 from .memory.prefix.prompt import Added, Prompt, ids_of, known_prompt, prompt_of
 from .memory.sequences import Sequences
-from .memory.sizing import blocks_in, bytes_of, count_in, shapes_of
+from .memory.sizing import Capacity, shapes_of
 from .memory.states import StateSlots, lost
 from .memory.stats import Stats, pool_map
 from .operations.attention import decode_attention, prefill_attention
@@ -219,24 +219,12 @@ class PagedKVCache(Sequences):
         groups = LayerGroups.of(windows, num_layers, block_size, **sizes_of_groups, shapes=shapes)
         keep = as_int("keep", keep, maximum=MAX_INT32)
         block_bytes = bytes_of_block(groups, shapes, kv_format, layout, block_size)
-        if (num_blocks is None) == (memory is None):
-            raise ValueError("either num_blocks or memory must be given, and not both")
-        room = 0 if memory is None else bytes_of("memory", memory, arrays)
-        specs, num_states, state_bytes = {} if states is None else specs_of(states), 0, 0
-        if specs:
-            max_seqs, unit = as_int("max_seqs", max_seqs, minimum=1), bytes_of_state(specs)
-            if state_memory is not None:
-                num_states = count_in("state_memory", state_memory, unit, "one state in all layers", arrays)
-            else:
-                of_kv = room // 2 if num_blocks is None else as_int("num_blocks", num_blocks) * block_bytes
-                num_states = min(2 * max_seqs, max(2, of_kv // unit))
-                state_bytes = num_states * unit
-            max_seqs = min(max_seqs, num_states)
-        elif state_memory is not None:
-            raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
-        count = blocks_in(room, block_bytes, arrays, state_bytes) if num_blocks is None else num_blocks
+        specs = {} if states is None else specs_of(states)
+        sizes: dict[str, Any] = {"block_bytes": block_bytes, "state_bytes": bytes_of_state(specs)}
+        sizes |= {"num_blocks": num_blocks, "memory": memory, "max_seqs": max_seqs, "state_memory": state_memory}
+        num_blocks, num_states, max_seqs = Capacity.of(arrays, **sizes)
         # Each group needs a block.
-        num_blocks = as_int("num_blocks", count, minimum=len(groups.groups), maximum=MAX_INT32)
+        num_blocks = as_int("num_blocks", num_blocks, minimum=len(groups.groups), maximum=MAX_INT32)
         if max_seq_len is None:
             max_blocks = min(groups.longest(num_blocks, 1, keep) // block_size, MAX_INT32 // block_size)
         else:

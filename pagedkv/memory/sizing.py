@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -112,40 +112,76 @@ def shapes_of(num_layers: int, num_kv_heads: Any, head_dim: Any) -> list[Shape]:
     return shapes if len({*shapes}) > 1 else shapes[:1]
 
 
-def blocks_in(memory: str | int | float, block_bytes: int, arrays: Arrays, state_bytes: int = 0) -> int:
-    """Convert an amount of memory to a number of blocks.
+class Capacity(NamedTuple):
+    """What a `PagedKVCache` has room for.
 
-    Parameters
+    Attributes
     ----------
-    memory : str, int or float
-        "2GiB", a number of bytes, or a share of what is free now on the device of `arrays`, between 0.0 and 1.0.
-    block_bytes : int
-        Of one block.
-    state_bytes : int
-        Of all states, which the memory is for, too.
-
-    Raises
-    ------
-    TypeError, ValueError
-        `memory` is none of these, or less than one block and the states.
+    num_blocks, num_states, max_seqs : int
     """
-    num_bytes, needed = bytes_of("memory", memory, arrays), block_bytes + state_bytes
-    if num_bytes < needed:
-        states = " beside the states" if state_bytes else ""
-        raise ValueError(f"memory must be at least {needed} bytes, one block in all layers{states}, got {num_bytes}")
-    return (num_bytes - state_bytes) // block_bytes
+
+    num_blocks: int
+    num_states: int
+    max_seqs: int
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        *,
+        block_bytes: int,
+        state_bytes: int,
+        num_blocks: int | None,
+        memory: str | int | float | None,
+        max_seqs: int,
+        state_memory: str | int | float | None,
+    ) -> Capacity:
+        """Divide memory into blocks of `block_bytes` and states of `state_bytes`, 0 if there are none.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument is not as `PagedKVCache` describes it.
+        """
+        if (num_blocks is None) == (memory is None):
+            raise ValueError("either num_blocks or memory must be given, and not both")
+        room = 0 if memory is None else bytes_of("memory", memory, arrays)
+        num_states = taken = 0  # the latter are the bytes of states that come out of `memory`
+        if state_bytes:
+            max_seqs = as_int("max_seqs", max_seqs, minimum=1)
+            if state_memory is not None:
+                room_of_states = bytes_of("state_memory", state_memory, arrays)
+                num_states = count_in("state_memory", room_of_states, state_bytes, "one state in all layers")
+            else:
+                of_kv = room // 2 if num_blocks is None else as_int("num_blocks", num_blocks) * block_bytes
+                num_states = min(2 * max_seqs, max(2, of_kv // state_bytes))
+                taken = num_states * state_bytes
+            max_seqs = min(max_seqs, num_states)
+        elif state_memory is not None:
+            raise ValueError(f"state_memory is for states, which must say what they are then, got {state_memory!r}")
+        if num_blocks is None:
+            unit = "one block in all layers beside the states" if taken else "one block in all layers"
+            num_blocks = count_in("memory", room, block_bytes, unit, taken)
+        return cls(num_blocks, num_states, max_seqs)
 
 
-def count_in(name: str, memory: str | int | float, unit_bytes: int, unit: str, arrays: Arrays) -> int:
-    """How many units fit into an amount of memory, as `blocks_in` takes it: one at least."""
-    num_bytes = bytes_of(name, memory, arrays)
-    if num_bytes < unit_bytes:
-        raise ValueError(f"{name} must be at least {unit_bytes} bytes, {unit}, got {num_bytes}")
-    return num_bytes // unit_bytes
+def count_in(name: str, num_bytes: int, unit_bytes: int, unit: str, taken: int = 0) -> int:
+    """How many units, of which at least one must, fit into an amount of memory beside what is taken of it."""
+    if num_bytes < taken + unit_bytes:
+        raise ValueError(f"{name} must be at least {taken + unit_bytes} bytes, {unit}, got {num_bytes}")
+    return (num_bytes - taken) // unit_bytes
 
 
 def bytes_of(name: str, memory: str | int | float, arrays: Arrays) -> int:
-    """Convert an amount of memory, as `blocks_in` takes it, to bytes; `name` is the argument's."""
+    """Convert an amount of memory to bytes.
+
+    Parameters
+    ----------
+    name : str
+        That of the argument.
+    memory : str, int or float
+        "2GiB", a number of bytes, or a share of what is free now on the device of `arrays`, between 0.0 and 1.0.
+    """
     if isinstance(memory, bool) or not isinstance(memory, (str, int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a str, an int or a float, got {type(memory).__name__}")
     if isinstance(memory, str):

@@ -18,7 +18,7 @@ from ..memory.arguments import MAX_INT64, as_int
 from ..memory.device.arrays import Arrays
 from ..memory.device.layer_caches import bytes_of_block
 from ..memory.groups import LayerGroups
-from ..memory.sizing import blocks_in, bytes_of, kv_bytes, shapes_of
+from ..memory.sizing import bytes_of, count_in, kv_bytes, shapes_of
 from ..typing import KvDtype
 
 MOST_CONFIG_BYTES = 16 * 2**20
@@ -237,7 +237,7 @@ def run(
         if weights and room < block_bytes:
             least = of_weights + block_bytes
             raise ValueError(f"--memory must be at least {least} bytes, the weights and one block, got {memory}")
-        blocks_in(room, block_bytes, Arrays("numpy", None))  # at least one
+        count_in("memory", room, block_bytes, "one block in all layers")  # at least one
         longest = groups.longest(max(0, room - state_bytes) // block_bytes)
         head["longest sequence"] = "any" if longest == MAX_INT64 else longest
     if layers or len(groups.groups) > 1:
