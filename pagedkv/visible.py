@@ -45,8 +45,8 @@ class Visible:
 
     def first_keys(self, seq_lens: Array, query_lens: Any) -> npt.NDArray[np.int64]:
         """The first key that the last query_lens tokens of each sequence see: (num_seqs,)."""
-        first = np.maximum(seq_lens.astype(np.int64) - query_lens - self.before, 0)
-        return first if self.leftpad is None else np.maximum(first, self.leftpad)
+        positions = seq_lens.astype(np.int64) - query_lens
+        return np.maximum(positions - self.before, 0 if self.leftpad is None else self.leftpad)
 
     def most_keys(self, max_seq_len: int, num_rows: int = 1) -> int:
         """The most keys that the last num_rows tokens of a sequence of up to max_seq_len see together."""

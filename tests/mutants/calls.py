@@ -10,8 +10,8 @@ DEVICE_BATCHES = "tests/cuda/plans/test_batch_plans.py::"
 MUTANTS = [
     Mutant(
         "plans leave out the first key that rows see",
-        "- query_lens - self.before, 0)",
-        "- query_lens - self.before + 1, 0)",
+        "positions - self.before, 0 if",
+        "positions - self.before + 1, 0 if",
         "tests/test_visible.py",
     ),
     Mutant(

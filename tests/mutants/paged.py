@@ -34,8 +34,8 @@ MUTANTS = [
     ),
     Mutant(
         "v1: the window is one key too wide",
-        "int64(first_key(uint32(seq_len - 1), visible)), seq_len",
-        "int64(first_key(uint32(seq_len - 2), visible)), seq_len",
+        "int64(first_key_of_last(uint32(seq_len), visible)), seq_len",
+        "int64(first_key_of_last(uint32(seq_len - 1), visible)), seq_len",
         ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + V1,
     ),
     Mutant(

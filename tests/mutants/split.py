@@ -72,8 +72,8 @@ MUTANTS = [
     ),
     Mutant(
         "split: the window is one key too wide",
-        "first_key(uint32(length - 1), visible)",
-        "first_key(uint32(length - 2), visible)",
+        "first_key_of_last(length, visible)",
+        "first_key_of_last(uint32(length - 1), visible)",
         ATTENTION + "test_lengths.py::test_windows_at_the_boundaries" + USUAL,
     ),
     Mutant(

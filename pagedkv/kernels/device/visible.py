@@ -20,8 +20,14 @@ VISIBLE = types.NamedUniTuple(int64, len(Visible._fields), Visible)
 
 @device_function
 def first_key(position, visible):
-    """The first key that a row at this position sees; 0 for position -1 of an empty sequence, too."""
+    """The first key that a row at this position sees."""
     return uint32(max(int32(int32(position) - int32(visible.before)), int32(0)))
+
+
+@device_function
+def first_key_of_last(seq_len, visible):
+    """The first key that the last row of a sequence sees; 0 of an empty one."""
+    return first_key(uint32(max(seq_len, uint32(1)) - uint32(1)), visible)
 
 
 @device_function

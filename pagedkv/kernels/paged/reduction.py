@@ -23,7 +23,7 @@ from ..device.language import cuda, float32, int32, int64, types, uint16, uint32
 from ..device.logits import NONE
 from ..device.sizes import ELEMENT_BITS
 from ..device.source import KernelSource
-from ..device.visible import VISIBLE, first_key
+from ..device.visible import VISIBLE, first_key_of_last
 from .config import NUM_THREADS, NUM_WARPS, PARTITION_SIZE
 from .softmax import block_max, block_sum, exp_minus
 from .tables import length_of
@@ -72,7 +72,7 @@ def make_v2_reduce(config: ReductionConfig) -> KernelSource:
             agreed[0] = length_of(seq_lens, seq_idx, max_seq_len)
         cuda.syncthreads()
         seq_len = int64(agreed[0])
-        first_seen = uint32(first_key(uint32(seq_len - 1), visible) // uint32(PARTITION_SIZE))
+        first_seen = uint32(first_key_of_last(uint32(seq_len), visible) // uint32(PARTITION_SIZE))
         num_partitions = (seq_len + PARTITION_SIZE - 1) // PARTITION_SIZE - int64(first_seen)
         sink = sinks[head_idx] if address(sinks) != 0 and seq_len > 0 else NONE
 

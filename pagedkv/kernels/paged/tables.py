@@ -6,7 +6,7 @@ from typing import Any
 
 from ..device.language import int64, uint32
 from ..device.source import device_function
-from ..device.visible import first_key
+from ..device.visible import first_key_of_last
 
 
 @device_function
@@ -24,7 +24,7 @@ def make_tokens_of(PARTITION_SIZE: int) -> Any:
 
     @device_function
     def tokens_of(seq_len, visible, partition_idx):
-        first_token, last_token = int64(first_key(uint32(seq_len - 1), visible)), seq_len
+        first_token, last_token = int64(first_key_of_last(uint32(seq_len), visible)), seq_len
         if PARTITION_SIZE:
             start = (first_token // PARTITION_SIZE + partition_idx) * PARTITION_SIZE
             first_token, last_token = max(first_token, start), min(seq_len, start + PARTITION_SIZE)

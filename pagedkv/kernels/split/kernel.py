@@ -32,7 +32,7 @@ from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, s
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
 from ..device.source import KernelSource, device_function
-from ..device.visible import VISIBLE, first_key
+from ..device.visible import VISIBLE, first_key_of_last
 from .arguments import SharedSums, SplitLogitOptions, SplitOutput, SplitPages, SplitPartials, SplitQuery
 from .config import FEW_SPLITS, FULL_GRID, MANY_SPLITS, NUM_THREADS, SHORTEST_SPLIT, SPLIT_UNIT, SplitConfig
 from .cuda_cores import make_attend_on_cuda_cores
@@ -127,7 +127,7 @@ def make_split(config: SplitConfig) -> KernelSource:
             agreed[0] = length_of(seq_lens, seq, max_seq_len)
         cuda.syncthreads()
         length = agreed[0]
-        seen_from = first_key(uint32(length - 1), visible)
+        seen_from = first_key_of_last(length, visible)
         num_seen = uint32(length - seen_from)
         size = split_size(num_seen, num_kv_heads)
         # Without a branch, so that ptxas knows it is warp-uniform: shuffles in loops need no code for diverged lanes.
