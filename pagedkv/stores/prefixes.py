@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import chain, compress, groupby, islice
 from typing import Any
@@ -13,6 +14,7 @@ import numpy.typing as npt
 
 from ..arrays import to_host
 from ..cache import PagedKVCache
+from ..memory.handles import NO_HANDLE
 from ..memory.prefix.digests import root_digest
 from ..memory.prefix.prompt import Added, ids_of
 from .blocks import CacheBlocks
@@ -163,19 +165,33 @@ class StoredPrefixes:
         most = len(ids) if self.states is None else max(0, len(ids) - 1)  # no snapshot is of use at the end
         full = ids[: most - most % self._unit]
         if len(full) // size * size > num_here and self.cache.can_add(full, salt, chunk=self.chunk):
-            added = self.bring(full, salt)
-            if added is not None:
-                self.cache.free(added.seq)
-                return self.cache.find(tokens, salt)
+            last = [NO_HANDLE]
+            try:
+                self.bring(full, salt, last)
+                self.end(last)
+            except BaseException:
+                self.end(last)
+                raise
+            return self.cache.find(tokens, salt)
         return num_here
 
-    def bring(self, ids: npt.NDArray[np.int32], salt: str | bytes | None, starts: Sequence[int] = ()) -> Added | None:
+    def end(self, last: list[int]) -> None:
+        """Free the sequence that `bring` has started last, unless it has."""
+        if last[0] != NO_HANDLE:
+            with suppress(KeyError):
+                self.cache.free(last[0])
+
+    def bring(
+        self, ids: npt.NDArray[np.int32], salt: str | bytes | None, last: list[int], starts: Sequence[int] = ()
+    ) -> Added | None:
         """Start a sequence with all that the cache and the store have of a text, if the store has anything to add.
 
         Parameters
         ----------
         ids : (num_tokens,) int32
         salt : str, bytes or None
+        last : list of one int
+            As in `PagedKVCache.add_found`: after an exception its sequence may be alive, for the caller to `end`.
         starts : sequence of int
             As in `WindowBlocks`.
 
@@ -185,7 +201,7 @@ class StoredPrefixes:
             The sequence, and its length; None if the store has nothing.
         """
         if self.states is not None:
-            return self._bring_with_state(self.states, ids, salt)
+            return self._bring_with_state(self.states, ids, salt, last)
         root, deadline, size = root_digest(salt), self.patient.deadline(), self.blocks.wire.block_tokens
         digests, windows = self.blocks.wire.digests(ids, root), WindowBlocks(self.windows, ids, root, starts)
         came: Came = {}
@@ -194,27 +210,23 @@ class StoredPrefixes:
             coming = self._come(digests[: -(-len(ids) // size)], num_here // size, deadline)
             if (begin := next(coming, None)) is None:
                 return None
-            added = self.cache.add_found(ids, salt, chunk=self.chunk, preempted=True)
-            try:
-                for first, opened in chain([begin], coming):
-                    added = self._extend(added, ids, first, opened)
-                num_tokens = windows.longest(added.num_cached, num_here, partial(self._fetch, came, deadline))
-                if num_tokens == added.num_cached:
-                    self.cache.append(added.seq, 0)  # windows pass what does not come
-                    windows.write(added.seq, num_tokens, num_here, came)
-                    self.cache.commit(added.seq)
-                    self.num_loaded += num_tokens - num_here
-                    return added
-            except BaseException:
-                self.cache.free(added.seq)
-                raise
+            added = self.cache.add_found(ids, salt, chunk=self.chunk, preempted=True, last=last)
+            for first, opened in chain([begin], coming):
+                added = self._extend(added, ids, first, opened)
+            num_tokens = windows.longest(added.num_cached, num_here, partial(self._fetch, came, deadline))
+            if num_tokens == added.num_cached:
+                self.cache.append(added.seq, 0)  # windows pass what does not come
+                windows.write(added.seq, num_tokens, num_here, came)
+                self.cache.commit(added.seq)
+                self.num_loaded += num_tokens - num_here
+                return added
             self.cache.free(added.seq)
             if num_tokens <= num_here:
                 return None
             ids = ids[:num_tokens]
 
     def _bring_with_state(
-        self, states: StateRecords, ids: npt.NDArray[np.int32], salt: str | bytes | None
+        self, states: StateRecords, ids: npt.NDArray[np.int32], salt: str | bytes | None, last: list[int]
     ) -> Added | None:
         """As `bring`, of a cache whose sequences go on only where they have a state."""
         wire, root, deadline = self.blocks.wire, root_digest(salt), self.patient.deadline()
@@ -226,19 +238,15 @@ class StoredPrefixes:
             if (state := states.open(digest, n, self.patient, deadline)) is None:
                 self.patient.remove_damaged(states.keys(digest, n))
                 continue
-            added = self.cache.add_found(ids[:n], salt, preempted=True)
-            try:
-                of_blocks = [*digests[: (n - 1) // size], digest]
-                for first, opened in self._come(of_blocks, added.num_cached // size, deadline):
-                    added = self._extend(added, ids[:n], first, opened)
-                if added.num_cached == n:
-                    self.cache.write_states([added.seq], state)
-                    self.cache.commit(added.seq)
-                    self.num_loaded += n - num_here
-                    return added
-            except BaseException:
-                self.cache.free(added.seq)
-                raise
+            added = self.cache.add_found(ids[:n], salt, preempted=True, last=last)
+            of_blocks = [*digests[: (n - 1) // size], digest]
+            for first, opened in self._come(of_blocks, added.num_cached // size, deadline):
+                added = self._extend(added, ids[:n], first, opened)
+            if added.num_cached == n:
+                self.cache.write_states([added.seq], state)
+                self.cache.commit(added.seq)
+                self.num_loaded += n - num_here
+                return added
             self.cache.free(added.seq)
         return None
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.handles import NO_HANDLE
 from ..memory.prefix.digests import blake2b_128, root_digest
 from .blocks import CacheBlocks
 from .parts import Parts
@@ -157,10 +158,15 @@ class SavedSequences:
                 "a store that is closed, or late, finds nothing"
             )
         starts, tokens = np.split(numbers, [len(prefixes.windows)])
-        added = prefixes.bring(tokens, salt, starts.tolist())
-        if added is None:
-            added = prefixes.cache.add_found(tokens, salt, chunk=prefixes.chunk, preempted=True)
-        return Restored(*added, tokens)
+        last = [NO_HANDLE]
+        try:
+            added = prefixes.bring(tokens, salt, last, starts.tolist())
+            if added is None:
+                added = prefixes.cache.add_found(tokens, salt, chunk=prefixes.chunk, preempted=True, last=last)
+            return Restored(*added, tokens)
+        except BaseException:
+            prefixes.end(last)
+            raise
 
     def delete(self, name: str, salt: str | bytes | None = None) -> None:
         """Forget a name; the blocks stay until the store needs their room."""

@@ -3,12 +3,14 @@
 import threading
 import time
 from asyncio import CancelledError
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from pagedkv.stores import HostStore, StoredPrefixes
 
+from ..support.interrupts import interrupts_at_every_instant
 from .caches import W, blocks_of, committed, contents, make_cache, text
 
 NUM_TOKENS = 10 * W + 3
@@ -116,6 +118,16 @@ def test_a_listener_that_raises_leaves_no_sequence():
     with prefixes_of(cache, store) as prefixes, pytest.raises(RuntimeError, match="no events, please"):
         prefixes.load(text(NUM_TOKENS))
     assert cache.num_seqs == 0
+
+
+def test_an_interrupt_at_any_instant_leaves_no_sequence():
+    stored(store := make_store())
+    for interrupt in interrupts_at_every_instant(("memory/guard", "pagedkv/commit", "stores/prefixes")):
+        cache = make_cache()
+        with prefixes_of(cache, store) as prefixes, suppress(KeyboardInterrupt), interrupt:
+            assert prefixes.load(text(NUM_TOKENS)) == FULL
+        assert cache.num_seqs == 0, interrupt.came_at
+        cache.check()
 
 
 SIZE = blocks_of(make_cache()).wire.block_bytes

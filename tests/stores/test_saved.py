@@ -1,13 +1,16 @@
 """Sequences that are saved under a name, and come back whole, short, or not at all."""
 
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 
+from pagedkv.memory.prefix.digests import root_digest
 from pagedkv.stores import HostStore, SavedSequences
 
-from .caches import W, committed, contents, make_cache, text
+from ..support.interrupts import interrupts_at_every_instant
+from .caches import W, blocks_of, committed, contents, make_cache, text
 from .test_prefixes import SIZE, FaultyStore, fail, make_store, prefixes_of, release
 
 NUM_TOKENS = 6 * W + 5
@@ -37,6 +40,22 @@ def test_a_sequence_comes_back(num_tokens):
     np.testing.assert_array_equal(contents(cache, cache.slots(seq, 0, num_tokens), "HND"), before)
     cache.append(seq, tokens=[7])
     cache.check()
+
+
+@pytest.mark.parametrize("num_lost", [0, 1, 2])
+def test_an_interrupt_at_any_instant_leaves_no_sequence_that_nobody_knows(num_lost):
+    """Of a sequence that comes back whole, in part, and not at all."""
+    saved(store := make_store(), tokens=text(2 * W))
+    wire = blocks_of(make_cache())
+    for digest in wire.wire.digests(text(2 * W), root_digest(None))[2 - num_lost :]:
+        store.remove([name.key for name in wire.names(digest)])
+    for interrupt in interrupts_at_every_instant(("memory/guard", "pagedkv/commit", "stores/saved", "stores/prefixes")):
+        cache, restored = make_cache(), []
+        with suppress(KeyboardInterrupt), interrupt:
+            restored.append(saved_in(cache, store).restore("a chat"))
+        assert cache.num_seqs == len(restored), interrupt.came_at
+        assert not restored or restored[0].num_cached == (2 - num_lost) * W
+        cache.check()
 
 
 def test_names_and_salts_are_told_apart():
