@@ -100,7 +100,7 @@ class Sequences(Guarded):
         return self.max_blocks * self.block_size
 
     @exclusive
-    def fork(self, seqs: Any, n: int = 1) -> list[int]:
+    def fork(self, seqs: Any, n: int = 1, *, last: list[list[int]] | None = None) -> list[int]:
         """Start n copies of each sequence, which share all its blocks, a partly full last one too.
 
         Parameters
@@ -109,6 +109,8 @@ class Sequences(Guarded):
             (num_seqs,), the sequences to share.
         n : int
             How many of each, at least 0.
+        last : list of one list, or None
+            Gets what this returns as the sequences start, since an interrupt may come before.
 
         Returns
         -------
@@ -135,7 +137,10 @@ class Sequences(Guarded):
         n = as_int("n", n, maximum=MAX_INT64)
         parents = self._rows.handles.find(seqs)
         rows, handles, writes = self._rows.handles.plan_issue(len(parents) * n)
-        self.pool._commit([*writes, *self._rows.plan_fork(rows, parents, n)])
+        writes += self._rows.plan_fork(rows, parents, n)
+        if last is not None:
+            writes.append((last, 0, handles))
+        self.pool._commit(writes)
         return handles
 
     @exclusive

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from inspect import Parameter, signature
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -17,6 +18,7 @@ from transformers.cache_utils import Cache
 from ...cache import PagedKVCache
 from ...errors import CapacityError
 from ...memory.arguments import as_int
+from ...memory.handles import NO_HANDLE
 from .attention import CachedPass
 from .cache_layers import begin_states, cache_layers
 from .models import (
@@ -143,6 +145,7 @@ class PagedCache(Cache):
         # Lengths of a row with padding, as transformers counts them: models ask for it before their first layer.
         self.length = self._next_length = 0
         self._before: npt.NDArray[np.int32] | None = None  # lengths of rows, while a pass has not ended
+        self._others: list[list[int]] = [[]]  # sequences that are not yet rows, or no more
         self._filled_by = weakref.ref(model)
         # States of the pass in progress, which the layers change.
         self._changing: dict[str, torch.Tensor] = {}
@@ -231,7 +234,9 @@ class PagedCache(Cache):
                 f"this PagedCache has {len(self.seqs)} rows, and the batch {num_rows}: call reset() before another one"
             )
         try:
-            seqs = self.seqs or self._start(num_rows)
+            if not self.seqs:
+                self._start(num_rows)
+            seqs = self.seqs
             # Before anything changes: what comes next undoes this pass, wherever an interrupt has ended it.
             self.seqs, self._before, self._next_length = seqs, self.kv.seq_lens(seqs), self.length + length
             try:
@@ -294,12 +299,17 @@ class PagedCache(Cache):
             )
         return shown
 
-    def _start(self, num_rows: int) -> list[int]:
-        first = self.kv.add(0).seq
+    def _start(self, num_rows: int) -> None:
+        first, before = [NO_HANDLE], np.zeros(num_rows, np.int32)
+        others: list[list[int]] = [[]]
         try:
-            return [first, *self.kv.fork(first, num_rows - 1)]
+            self.kv.add_found([], last=first)
+            self.kv.fork(first, num_rows - 1, last=others)
+            # As in `begin`: what comes next undoes this, if an interrupt comes.
+            self.seqs, self._before = [*first, *others[0]], before
         except BaseException:
-            self.kv.free(first)
+            if first[0] != NO_HANDLE:
+                self.kv.free([*first, *others[0]])
             raise
 
     def update(
@@ -325,7 +335,8 @@ class PagedCache(Cache):
         self.length, self._before = self._next_length, None
 
     def _undo(self) -> None:
-        """Truncate the tokens of a pass that did not end, or those that `crop` drops."""
+        """Truncate the tokens of a pass that did not end, or those that `crop` drops; free what is no row."""
+        self._free_others()
         if self._before is None:
             return
         self._let_go_of_states()
@@ -342,9 +353,16 @@ class PagedCache(Cache):
     def reset(self) -> None:
         """Free all sequences, so that the cache can serve other rows."""
         self._let_go_of_states()
+        self._free_others()
         with suppress(KeyError):  # an interrupted call has freed them
             self.kv.free(self.seqs)
         self.seqs, self.length, self._before = [], 0, None
+
+    def _free_others(self) -> None:
+        if self._others[0]:
+            with suppress(KeyError):  # as in `reset`
+                self.kv.free(self._others[0])
+            self._others = [[]]
 
     def _let_go_of_states(self) -> None:
         """Free the copies that a pass has changed."""
@@ -411,20 +429,32 @@ class PagedCache(Cache):
         repeats = as_int("repeats", repeats, minimum=1)
         self._undo()
         if self.seqs:
-            copies = np.reshape(self.kv.fork(self.seqs, repeats - 1), (len(self.seqs), repeats - 1))
-            self.seqs = np.column_stack([self.seqs, copies]).astype(np.int64).ravel().tolist()
+            self._take([i for i in range(len(self.seqs)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some rows, in this order; ValueError for more rows than there are."""
+        """Keep some rows, in this order; ValueError for more rows than there are.
+
+        An interrupt may leave fewer rows, without the copies of those that are named again.
+        """
         self._undo()
         if self.seqs:
-            kept = np.arange(len(self.seqs))[indices.cpu().numpy()]
+            kept = np.arange(len(self.seqs))[indices.cpu().numpy()].tolist()
             if len(kept) > len(self.seqs):
                 raise ValueError(
                     f"indices must be at most the {len(self.seqs)} rows of the cache, got {len(kept)}: "
                     "call batch_repeat_interleave first"
                 )
-            others = np.zeros(len(self.seqs) - len(kept), np.int64)
-            self.kv.reorder(self.seqs, np.concatenate([kept, others]))
-            self.kv.free(self.seqs[len(kept) :])
-            self.seqs = self.seqs[: len(kept)]
+            # First, so that copies have room.
+            rows = [*dict.fromkeys(kept)]
+            others = [seq for row, seq in enumerate(self.seqs) if row not in rows]
+            self.seqs, self._others[0] = [self.seqs[row] for row in rows], others
+            self._free_others()
+            self._take([rows.index(row) for row in kept])
+
+    def _take(self, rows: list[int]) -> None:
+        """Let the cache have these of its rows; one that is named again is a copy."""
+        are_copies = [row in rows[:i] for i, row in enumerate(rows)]
+        self.kv.fork([self.seqs[row] for row in compress(rows, are_copies)], last=self._others)
+        copies = iter(self._others[0])
+        seqs = [next(copies) if is_copy else self.seqs[row] for row, is_copy in zip(rows, are_copies, strict=True)]
+        self.seqs, self._others = seqs, [[]]

@@ -167,6 +167,36 @@ def test_after_an_interrupt_at_any_instant_rows_have_as_many_tokens_as_the_cache
         cache.kv.check()
 
 
+ROWS = {
+    "pass": (0, lambda cache: cache.begin(3, 3, None), 3),
+    "repeat": (5, lambda cache: cache.batch_repeat_interleave(2), 4),
+    "select": (5, lambda cache: cache.batch_select_indices(torch.tensor([1])), 1),
+    "swap": (5, lambda cache: cache.batch_select_indices(torch.tensor([1, 0])), 2),
+    "select twice": (5, lambda cache: cache.batch_select_indices(torch.tensor([1, 1])), 2),
+}
+
+
+@pytest.mark.parametrize(("num_tokens", "call", "num_rows"), ROWS.values(), ids=ROWS)
+def test_an_interrupt_at_any_instant_leaves_no_sequence_that_is_no_row(model, num_tokens, call, num_rows):
+    for interrupt in interrupts_at_every_instant(("memory/guard", "pagedkv/commit", "transformers/cache.py")):
+        cache = PagedCache(model, num_blocks=8, block_size=4)
+        if num_tokens:
+            cache.begin(2, num_tokens, torch.tensor([[0, 1, 1, 1, 1], [1] * 5]))
+            cache.end()
+        with suppress(KeyboardInterrupt), interrupt:
+            call(cache)
+        came = interrupt.came_at is not None
+        rows = dict(zip(cache.seqs, cache.kv.seq_lens(cache.seqs).tolist(), strict=True)) if cache.seqs else {}
+        if num_tokens:
+            cache.crop(0)
+            assert [*rows.values()] in ([4, 5], [5], [5, 4], [5, 5], [4, 4, 5, 5]), interrupt.came_at
+            assert came or len(rows) == num_rows
+            assert cache.kv.num_seqs == len(cache.seqs) == len(rows), interrupt.came_at
+        cache.reset()
+        assert cache.kv.num_seqs == 0, interrupt.came_at
+        cache.kv.check()
+
+
 def test_memory_in_place_of_blocks(model):
     cache = PagedCache(model, memory="1MiB", block_size=16)
     assert cache.kv.pool.num_blocks == 2**20 // (2 * 2 * 16 * 2 * 16 * 4)
