@@ -26,7 +26,6 @@ from .attention import decode_attention, prefill_attention
 
 if TYPE_CHECKING:
     from ..cuda.backend import GpuBackend
-    from ..cuda.plans.gpu_plan import GpuPlan
 
 MOST_PLANS = 1024
 _BROUGHT = "q", *CACHES  # by each run
@@ -131,9 +130,6 @@ class _DevicePlan:
     def attend(self, q: Any, q_at: int, at: list[int], out: Any = None) -> Any:
         """Run with arrays, by their addresses, that are like those of the call."""
         plan, like = self._plan, self._kind("q", q)
-        if plan is None:
-            out = like.empty("out", *self._planned[0][::2], "") if out is None else out
-            return (out, like.empty("lse", q.shape[:2], FLOAT32, "")) if self._returns_lse else out
         addresses = [q_at, *at, *self._fixed, 0]
         if out is not None:
             try:
@@ -141,14 +137,17 @@ class _DevicePlan:
             except _UNREADABLE:
                 _shadow_of("out", out, self._placement)  # which says what is wrong
                 raise
-            if facts != self._out_facts or not plan.overlaps_no_input(addresses):
-                self._require_out(out, addresses, plan)
+            if facts != self._out_facts or not (plan is None or plan.overlaps_no_input(addresses)):
+                self._require_out(out, addresses, {} if plan is None else plan.arrays)
                 self._out_facts = facts
+        if plan is None:
+            out = like.empty("out", *self._planned[0][::2], "") if out is None else out
+            return (out, like.empty("lse", q.shape[:2], FLOAT32, "")) if self._returns_lse else out
         return plan.attend(like, addresses, out, return_lse=self._returns_lse)
 
-    def _require_out(self, out: Any, addresses: Sequence[int], plan: GpuPlan) -> None:
+    def _require_out(self, out: Any, addresses: Sequence[int], arrays: Mapping[str, Array]) -> None:
         shadows = [make_shadow(at, *x, False) for at, x in zip(addresses, self._planned, strict=False)]
-        inputs = {**dict(zip(_BROUGHT, shadows, strict=False)), **plan.arrays}
+        inputs = {**dict(zip(_BROUGHT, shadows, strict=False)), **arrays}
         _require_out(_shadow_of("out", out, self._placement), shadows[0], inputs, self._placement)
 
 

@@ -103,6 +103,9 @@ class TestLaunches:
         given = host_arguments()
         given |= {name: given[name][:0] for name in ("q", "block_tables", "seq_lens", "out")}
         plan, brought, out = planned(kind, given)
+        for wrong, error in ((new("out"), ValueError), (new("out")[:0].astype(np.float32), TypeError)):
+            with pytest.raises(error, match=r"^out must have "):
+                plan.run(*brought, out=kind(wrong))
         assert plan.run(*brought, out=out) is out
         assert not devices
 
