@@ -211,7 +211,8 @@ class Server:
             echo = prompt.content
         elif wanted.echo:
             echo = "".join(map(decoder.push, tokens))  # the text goes on from there, perhaps within a character
-        return Writer(decoder, wanted.stop, wanted.options["min_tokens"], echo)
+        stops = [] if wanted.max_tokens == 0 else wanted.stop  # what is left of the echo is no text that one ends
+        return Writer(decoder, stops, wanted.options["min_tokens"], echo)
 
     def _scores(self, wanted: Wanted, prompt: Prompt, tokens: list[int]) -> Scores | None:
         if wanted.logprobs is None and wanted.prompt_logprobs is None:

@@ -182,7 +182,9 @@ def test_an_echo_goes_before_the_text(shared, stream):
     assert complete(shared.port, "é(", max_tokens=5, stop="é", **options) == ("é(" + text, "length")
     assert complete(shared.port, TOKENIZER.encode("é("), max_tokens=0, **options) == ("é(", "length")
     # A prompt that ends within a character.
-    assert complete(shared.port, list("é".encode()[:1]), max_tokens=0, **options) == ("\ufffd", "length")
+    for stop in (None, "\ufffd"):
+        prompt = list("é".encode()[:1])
+        assert complete(shared.port, prompt, max_tokens=0, stop=stop, **options) == ("\ufffd", "length")
 
 
 def test_a_client_that_leaves_ends_all_its_texts(shared, monkeypatch):
