@@ -61,7 +61,10 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if not ends:
-            raise ValueError("response_format needs a token that ends the text: Engine(model, eos_token_id=...)")
+            raise ValueError(
+                "response_format needs a token that ends the text: name it as eos_token_id, in the model's "
+                "generation_config.json or to its Engine"
+            )
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise ValueError(
                 f"response_format needs a fast tokenizer of transformers, got {type(tokenizer).__name__}: "

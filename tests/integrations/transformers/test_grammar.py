@@ -158,7 +158,7 @@ def test_what_it_needs(model, tokenizer, monkeypatch):
     options = {"response_format": {"type": "json_object"}}
     with pytest.raises(ValueError, match="text needs a tokenizer"):
         Engine(model, num_blocks=8).add([1], 5, **options)
-    with pytest.raises(ValueError, match="needs a token that ends the text: Engine"):
+    with pytest.raises(ValueError, match="needs a token that ends the text: name it as eos_token_id"):
         Engine(model, tokenizer, num_blocks=8, eos_token_id=()).add([1], 5, **options)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match=r"response_format needs llguidance, .*: pip install .*\[guidance\]"):
