@@ -228,8 +228,11 @@ class AttentionPlan:
         RuntimeError
             The plan is closed.
         """
+        arguments = self._arguments
         if isinstance(self._opened(), _HostPlan):
-            self._plan = _HostPlan(attention_call(self._arguments))
+            made = _HostPlan(attention_call(arguments))
+            self._opened()  # another thread may have closed it meanwhile
+            self._plan = made
 
     def close(self) -> None:
         """Let go of all arrays. Workspaces belong to the stream: see `release_workspaces`."""

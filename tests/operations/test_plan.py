@@ -111,6 +111,15 @@ def test_a_closed_plan_says_so(plan_of_decode):
             call()
 
 
+def test_a_plan_that_is_closed_while_another_thread_refreshes_it_stays_closed(plan_of_decode, monkeypatch):
+    _, plan = plan_of_decode
+    validate = planning.attention_call
+    monkeypatch.setattr(planning, "attention_call", lambda arguments: (plan.close(), validate(arguments))[1])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"^this plan is closed"):
+            plan.refresh()
+
+
 Q = np.zeros((B, HQ, D), np.float32)
 PAGES = np.zeros((N, P, HKV, D), np.float32)
 WRONG = [
