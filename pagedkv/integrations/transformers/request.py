@@ -168,7 +168,8 @@ class EngineRequest:
         if not reason and num_tokens == self.options.max_tokens:
             reason = "length"
         if decoder is not None and reason:
-            piece += decoder.finish()
+            piece += decoder.finish(may_stop=may_stop)
+            reason = "stop" if decoder.is_stopped else reason
         is_kept = reason != "stop"
         return reason, [
             (self.tokens, slice(num_tokens - 1, None), [token] if is_kept else []),

@@ -45,11 +45,11 @@ class TextDecoder:
         """
         return "" if self.is_stopped else self._until_stop(self._decoded(token), may_stop)
 
-    def finish(self) -> str:
-        """Return the rest of the text after the last token."""
+    def finish(self, *, may_stop: bool = True) -> str:
+        """Return the rest of the text after the last token; `may_stop` as in `push`."""
         if self.is_stopped:
             return ""
-        text = self._until_stop(self._decode(self._tokens)[self._num_out :], True) + self._held
+        text = self._until_stop(self._decode(self._tokens)[self._num_out :], may_stop) + self._held
         self._tokens, self._num_waiting, self._num_out, self._held = [], 0, 0, ""
         return text
 

@@ -138,6 +138,13 @@ def test_a_stop_inside_of_a_character_of_several_tokens(monkeypatch):
     assert Spoken(monkeypatch, "ab🙂cd").stream(stop="🙂c") == "ab"
 
 
+def test_a_stop_in_what_is_left_of_a_character(monkeypatch):
+    spoken = Spoken(monkeypatch, "ab🙂")
+    del spoken.ids[-1]
+    assert [spoken.tokens(stop="\ufffd", min_tokens=n) for n in (0, 5)] == [(5, "stop"), (5, "length")]
+    assert [spoken.stream(stop="\ufffd", min_tokens=n) for n in (0, 5)] == ["ab", "ab\ufffd"]
+
+
 def test_nothing_ends_a_text_before_min_tokens(monkeypatch):
     spoken = Spoken(monkeypatch, "abcabcabcabc")
     a, _, c, *_ = spoken.ids
