@@ -1,8 +1,9 @@
-"""Runs on a GPU that is there for minutes: ``.ci/gpu first`` and ``.ci/gpu second``, which sets up what they need.
+"""Runs on a GPU that is there for minutes, for which ``.ci/gpu`` sets up what they need.
 
-The first says whether kernels load, are right, and how fast they are; its machine code is for the second, which tests
-and measures all the rest. With ``--dry`` both take every step without a GPU: the emulator's side of each test, and
-benches that say what they lack.
+``first`` says whether kernels load, are right, and how fast they are; its machine code is for ``second``, which tests
+and measures all the rest. ``compare`` and ``repeat`` are of kernels of several commits, which `tests.gpu.variants` has
+recorded: the one times them in turns, the other looks for races. With ``--dry`` they take every step without a GPU: the
+emulator's side of each test, and benches that say what they lack.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ CARRIED = Path(".gpu")  # what is taken along; ignored by git
 KERNELS = "kernels"
 # What a test may take, the compilation of its kernel included.
 TEST_SECONDS = 90
+MOST_VARIANTS = 8  # that a profiler looks at
 USUAL = "not long and not late"
 RACES = "compute-sanitizer --tool racecheck --error-exitcode 1 --kernel-name kns=pagedkv_"
 COUNTERS = (
-    "ncu --clock-control none --set full --kernel-name regex:^pagedkv_{}$ --launch-skip 1 --launch-count 1 --kill yes"
+    "ncu --clock-control none --set full --kernel-name regex:^pagedkv_{}$ --launch-skip {} --launch-count {} --kill yes"
 )
 ENVIRONMENT = """
 import sys, torch
@@ -67,14 +69,17 @@ class Commands:
     def speeds(self, *operations: str) -> list[str]:
         return python("-m", "tests.gpu.speeds", *operations, *self.dry)
 
+    def variants(self, operation: str, *options: str) -> list[str]:
+        return python("-m", "tests.gpu.variants", operation, *options, *self.dry)
+
     def under(self, tool: str, command: Sequence[str]) -> list[str]:
         """A command under a tool of NVIDIA's, and without one where there is no GPU."""
         return [*([] if self.is_dry else tool.split()), *command]
 
-    def counted(self, operation: str, kernel: str) -> Step:
+    def counted(self, command: Sequence[str], kernel: str, skipped: int = 1, count: int = 1) -> Step:
         """Counters of a kernel, and what each of its instructions waits for; no time counts under a profiler."""
-        tool, report = COUNTERS.format(kernel), f"/tmp/{kernel}.ncu-rep"
-        profiled = shlex.join(self.under(f"{tool} --force-overwrite --export {report}", self.speeds(operation)))
+        tool, report = COUNTERS.format(kernel, skipped, count), f"/tmp/{kernel}.ncu-rep"
+        profiled = shlex.join(self.under(f"{tool} --force-overwrite --export {report}", command))
         pages = [f"ncu --import {report} --page {page}" for page in ("details", "source --csv")]
         command = profiled if self.is_dry else "; ".join([profiled, *pages])
         return Step(f"ncu {kernel}", 35, ["bash", "-c", command], {results.VARIABLE: os.devnull})
@@ -93,14 +98,14 @@ def first(is_dry: bool) -> list[Step]:
         Step("decode", 45, commands.speeds("decode")),
         Step("prefill", 40, commands.speeds("prefill")),
         Step("host", 25, commands.speeds("host")),
-        commands.counted("decode", "split"),
-        commands.counted("prefill", "prefill"),
-        commands.counted("prefill", "prefill_wgmma"),
+        commands.counted(commands.speeds("decode"), "split"),
+        commands.counted(commands.speeds("prefill"), "prefill"),
+        commands.counted(commands.speeds("prefill"), "prefill_wgmma"),
     ]
 
 
 def second(is_dry: bool) -> list[Step]:
-    """Instructions one by one, tests, benches with peers, races, counters; then drawn problems while there is time."""
+    """Instructions one by one, tests, benches with peers; then drawn problems while there is time."""
     commands = Commands(is_dry)
     instructions = "tests/kernels/device", "tests/emulator"
     others = (
@@ -108,9 +113,6 @@ def second(is_dry: bool) -> list[Step]:
         *("--ignore=tests/kernels/device", "--ignore=tests/kernels/same"),
         *("tests/project/test_snippets.py", "tests/examples/test_generate_on_a_gpu.py"),
         *(f"tests/integrations/transformers/test_{name}.py" for name in ("families", "engine")),
-    )
-    raced = commands.pytest(
-        "tests/gpu/test_families.py", "-k", "split and 64 or wgmma and 128 or few or many", markers=USUAL, workers=0
     )
     own, dense = ["split NHD", "split HND"], ["SDPA", "SDPA rows"]
     return [
@@ -123,13 +125,44 @@ def second(is_dry: bool) -> list[Step]:
         Step("prefill", 90, bench("prefill", "prompt", "verify", "dims", subjects=["prefill NHD", "SDPA"])),
         Step("peers", 40, bench("decode", "headline", "one", subjects=[*own[:1], "Triton"])),
         Step("compiled", 50, bench("decode", "headline", subjects=[*own[:1], "FlexAttention"])),
-        Step("races", 90, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
         Step("same", 400, commands.pytest("tests/kernels/same", markers="not late", workers=16)),
     ]
 
 
-# What the steps may take: the rest of 320 and 500 seconds is for what begins and ends them.
-RUNS = {"first": (first, 300.0), "second": (second, 480.0)}
+def compare(is_dry: bool) -> list[Step]:
+    """Kernels of several commits in turns, with counters of them; then peers on the same cells."""
+    commands = Commands(is_dry)
+    rivals = ["cuDNN", "FlashInfer fa3", "FlashAttention 3"]
+    return [
+        commands.environment(),
+        Step("decode", 110, commands.variants("decode")),
+        Step("prefill", 120, commands.variants("prefill")),
+        commands.counted(commands.variants("once"), "split", 0, MOST_VARIANTS),
+        commands.counted(commands.variants("once", "--cells", "prefill"), "prefill_wgmma", 0, MOST_VARIANTS),
+        Step("serving", 70, bench("decode", "serving", subjects=["split NHD", *rivals, "FlashInfer XQA"])),
+        Step(
+            "prompts",
+            90,
+            bench("prefill", "prompt", "chunk", "mixed", subjects=["prefill NHD", "cuDNN dense", *rivals]),
+        ),
+    ]
+
+
+def repeat(is_dry: bool) -> list[Step]:
+    """Kernels of several commits 200 times, with the same bits, and under racecheck; then families under it."""
+    commands = Commands(is_dry)
+    families = "split and 64 or wgmma and 128 or few or many"
+    raced = commands.pytest("tests/gpu/test_families.py", "-k", families, markers=USUAL, workers=0)
+    return [
+        commands.environment(),
+        Step("same bits", 90, commands.variants("same")),
+        Step("races of variants", 200, commands.under(RACES, commands.variants("same", "--repeats", "1"))),
+        Step("races", 200, commands.under(RACES, raced), {"PAGEDKV_REPEATS": "2"}),
+    ]
+
+
+# What the steps may take: the rest of 320, 500 and 480 seconds is for what begins and ends them.
+RUNS = {"first": (first, 300.0), "second": (second, 480.0), "compare": (compare, 460.0), "repeat": (repeat, 460.0)}
 
 
 def main() -> None:

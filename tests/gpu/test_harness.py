@@ -17,8 +17,8 @@ from pagedkv.cuda import driver
 from ..conftest import pytest_runtest_teardown
 from ..cuda.conftest import recorded
 from ..cuda.driver_fakes import Recorder
-from . import results, speeds, steps
-from .__main__ import first, second
+from . import results, speeds, steps, variants
+from .__main__ import compare, first, repeat, second
 from .steps import Run, Step
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_nothing_follows_a_required_step_that_fails(out):
     assert outcomes(out) == {"loads": "exit 1"}
 
 
-@pytest.mark.parametrize("make", [first, second])
+@pytest.mark.parametrize("make", [first, second, compare, repeat])
 def test_steps_name_what_is_there(make):
     """Files of tests, cells and subjects of benches, and what is timed."""
     made = make(False)
@@ -129,6 +129,8 @@ def test_steps_name_what_is_there(make):
         if "tests.gpu.speeds" in step.command:
             assert step.command[-1] in speeds.CELLS
             assert hasattr(speeds.Speeds, step.command[-1])
+        if "tests.gpu.variants" in step.command:
+            assert hasattr(variants.Comparison, step.command[step.command.index("tests.gpu.variants") + 1])
 
 
 def test_the_command_leaves_three_files_and_says_what_had_no_time(tmp_path):

@@ -1,0 +1,148 @@
+"""Recordings: what each of several commits launches in some cells, compiled for 9.0 without a GPU."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pagedkv.bench.gpu.decode import KERNELBENCH
+from pagedkv.bench.problem import Cell
+from pagedkv.compiler.compile import CompiledKernel
+from pagedkv.compiler.link import Linked
+
+ROOT, FOLDER, SUFFIX = Path(__file__).parents[2], Path(".gpu", "variants"), ".json.gz"
+CAPABILITY, MULTIPROCESSORS = (9, 0), 132
+
+
+def prompt(num_seqs: int, length: int, queries: int = 0, group: str = "prompt", **sizes: Any) -> Cell:
+    return Cell(group, (length,) * num_seqs, query_lens=(queries or length,) * num_seqs, **sizes)
+
+
+BF16 = {"dtype": "bfloat16"}
+FP8 = {"kv_dtype": "fp8_e4m3", **BF16}
+MIXED = Cell("mixed", (8192, *(4096,) * 64), query_lens=(2048, *(1,) * 64))
+CELLS = {
+    "decode": [
+        *(Cell("kernelbench", (n,) * b, h, hkv, d, p, **BF16) for b, h, hkv, d, n, p in KERNELBENCH),
+        *(Cell("decode", (n,) * b, **BF16) for b, n in ((32, 8192), (1, 1024), (1, 8192), (2, 32768))),
+        *(Cell("decode", (n,) * b, **FP8) for b, n in ((32, 2048), (32, 8192), (8, 1024))),
+    ],
+    "prefill": [
+        *(prompt(16384 // n, n) for n in (1024, 4096, 16384)),
+        prompt(8, 4096, group="long"),
+        prompt(4, 4096, group="dims", num_heads=16, num_kv_heads=4, head_dim=256, **BF16),
+        prompt(4, 4096, group="dims", head_dim=64),
+        *(
+            prompt(1, cached + 512, 512, group="chunk", num_heads=4 * heads, num_kv_heads=heads)
+            for heads in (8, 1)
+            for cached in (8192, 32768)
+        ),
+        prompt(1, 34816, 2048, group="chunk"),
+        MIXED,
+        prompt(1, 16384, group="full", causal=False),
+    ],
+    # Small enough for a sanitizer: each inner loop, ragged lengths, several splits.
+    "same": [
+        *(
+            Cell("same", (9000, 17, 530), 4 * g, 4, d, **kind)
+            for g, d, kind in ((4, 128, BF16), (8, 128, BF16), (4, 64, {}))
+        ),
+        Cell("same", (9000, 17, 530), 16, 4, **FP8),
+        *(
+            Cell("same", (290, 7, 700), 16, 4, d, query_lens=(200, 7, 150), **kind)
+            for d, kind in ((64, {}), (128, {}), (128, BF16), (256, BF16), (128, FP8))
+        ),
+        Cell("same", (9000, 40), 16, 4, query_lens=(3, 2)),
+    ],
+}
+DRY = {
+    "decode": [Cell("kernelbench", (40, 40), 8, 2, 64)],
+    "prefill": [prompt(1, n, num_heads=8, num_kv_heads=2, head_dim=64) for n in (40, 70, 100)],
+    "same": [Cell("same", (300, 7), 8, 2, 64)],
+}
+
+
+def operations(cell: Cell) -> list[str]:
+    """What is recorded of a cell: in KernelBench's, with G of 4 and 8, also prefill's kernel for few rows."""
+    if max(cell.query_lens) > 1:
+        return ["prefill"]
+    return ["decode", "prefill"] if cell.group == "kernelbench" else ["decode"]
+
+
+def recorded_of(cells: Sequence[Cell]) -> list[tuple[str, str, dict[str, Any]]]:
+    """What `record.py` takes."""
+    return [(repr(cell), operation, asdict(cell)) for cell in cells for operation in operations(cell)]
+
+
+def record(commits: Sequence[str], cells: Sequence[Cell]) -> None:
+    """Write what each commit launches, in place of what has been recorded before."""
+    given = recorded_of(cells)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob(f"*{SUFFIX}"):
+        old.unlink()
+    for i, commit in enumerate(commits):
+        name = subprocess.check_output(["git", "log", "-1", "--format=%h %s", commit], text=True, cwd=ROOT).strip()
+        with tempfile.TemporaryDirectory() as checkout:
+            packed = subprocess.run(["git", "archive", commit, "pagedkv"], cwd=ROOT, capture_output=True, check=True)
+            subprocess.run(["tar", "-x", "-C", checkout], input=packed.stdout, check=True)
+            made, environment = Path(checkout, "made"), os.environ | {"PYTHONPATH": checkout}
+            command = [sys.executable, str(ROOT / "tests/gpu/record.py"), str(made)]
+            subprocess.run(command, input=json.dumps(given), text=True, env=environment, check=True)
+            with gzip.open(made, "rt") as file:
+                recording = json.load(file)
+            if not recording["package"].startswith(checkout):
+                raise RuntimeError(f"{recording['package']} was recorded in place of {name}")
+        with gzip.open(FOLDER / f"{i}-{name.split()[0]}{SUFFIX}", "wt") as file:
+            json.dump({"name": name, **recording}, file)
+        print(f"recorded {name}", flush=True)
+
+
+class Variant:
+    """What a commit launches.
+
+    Attributes
+    ----------
+    name : str
+        The commit's hash and subject.
+    kernels : list of CompiledKernel
+    """
+
+    def __init__(self, path: Path) -> None:
+        with gzip.open(path, "rt") as file:
+            recording = json.load(file)
+        self.name, self._cells = recording["name"], recording["cells"]
+        self._kernels = {key: _kernel(of) for key, of in recording["kernels"].items()}
+        self.kernels = list(self._kernels.values())
+
+    def of(self, cell: Cell, operation: str) -> dict[str, Any]:
+        """The launches and workspaces of an operation on a cell; KeyError if they were not recorded."""
+        return self._cells[repr(cell)][operation]
+
+    def bind(self, device: Any, recorded: dict[str, Any], addresses: dict[str, int]) -> list[tuple[Any, ...]]:
+        """The arguments of `device.launch` for each launch."""
+        made = []
+        for key, grid, args, shared_bytes in recorded["launches"]:
+            values = [addresses.get(x[0], -x[1]) + x[1] if isinstance(x, list) else x for x in args]
+            made.append((self._kernels[key], tuple(grid), values, shared_bytes))
+        return made
+
+
+def _kernel(of: dict[str, Any]) -> CompiledKernel:
+    kernel = CompiledKernel(of["name"], of["entry"], of["ptx"], of["num_threads"], CAPABILITY)
+    kernel._linked = Linked(CAPABILITY, base64.b64decode(of["cubin"]), "")
+    return kernel
+
+
+def recorded_variants() -> list[Variant]:
+    """What has been recorded, in the order in which the commits were given."""
+    paths = FOLDER.glob(f"*{SUFFIX}")
+    return [Variant(path) for path in sorted(paths, key=lambda path: int(path.name.split("-")[0]))]
