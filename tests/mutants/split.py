@@ -110,6 +110,12 @@ MUTANTS = [
         LENGTHS,
     ),
     Mutant(
+        "split: entries are prefetched past the end of the block table",
+        "last_token = min(uint32(first + size - 1), uint32(max_seq_len - 1))",
+        "last_token = uint32(first + size - 1)",
+        SPLIT + "test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length",
+    ),
+    Mutant(
         "split: one sequence alone fills half a GPU",
         "FULL_GRID = 128 ",
         "FULL_GRID = 64 ",

@@ -29,6 +29,7 @@ from typing import Any
 from ..device.cache_rows import Cache, scale_of
 from ..device.halves import software_factor
 from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
+from ..device.intrinsics.warp import prefetch_l2
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
 from ..device.source import KernelSource, device_function
@@ -45,6 +46,7 @@ from .tensor_cores.stages import StageShape
 
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 WORDS = types.CPointer(uint32)
+LINE_ENTRIES = 32  # block table entries in a line of L2
 SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
@@ -60,6 +62,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     """The kernel of all query heads of all sequences, which attend to all splits."""
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
+    BLOCK_SIZE = config.block_size
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_warp_groups * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
@@ -77,6 +80,21 @@ def make_split(config: SplitConfig) -> KernelSource:
         most = uint32(max(filling, MANY))
         whole_units = uint32(uint32(uint32(uint32(num_tokens - 1) >> most) // uint32(SPLIT_UNIT) + 1) * SPLIT_UNIT)
         return max(max(size, uint32(SHORTEST_SPLIT)), whole_units)
+
+    @device_function
+    def prefetch_entries(table, split_index, max_seq_len, visible, num_kv_heads, thread):
+        """Bring the table entries into L2 that the split has if the sequence is as long as the call allows.
+
+        The length is not known yet: the entries arrive beside it, instead of one latency of memory later.
+        """
+        seen_from = first_key_of_last(uint32(max_seq_len), visible)
+        size = split_size(uint32(uint32(max_seq_len) - seen_from), num_kv_heads)
+        first = uint32(seen_from + split_index * size)
+        last_token = min(uint32(first + size - 1), uint32(max_seq_len - 1))
+        entry, last_entry = uint32(first // uint32(BLOCK_SIZE)), uint32(last_token // uint32(BLOCK_SIZE))
+        entry = uint32(entry + thread * LINE_ENTRIES)
+        if entry < uint32(last_entry + LINE_ENTRIES):
+            prefetch_l2(table + int64(min(entry, last_entry)) * 4)
 
     @device_function
     def length_of(seq_lens, seq, max_seq_len):
@@ -122,6 +140,7 @@ def make_split(config: SplitConfig) -> KernelSource:
         strides, partials = (out_seq_stride, out_head_stride), SplitPartials(partial_sums, partial_states, most_splits)
 
         table = address(block_tables) + int64(seq) * table_stride
+        prefetch_entries(table, split_index, max_seq_len, visible, num_kv_heads, thread)
         # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
         if thread == 0:
             agreed[0] = length_of(seq_lens, seq, max_seq_len)

@@ -1,8 +1,14 @@
 """What kernel split alone does: splits that grow, partial results that are merged, pivots of heads side by side."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from pagedkv.compiler.compile import CompiledKernel
+from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.cuda.plans.split import split_config
 from pagedkv.emulator.state.order import Order
 from pagedkv.kernels.split.config import FEW_SPLITS, FULL_GRID, SHORTEST_SPLIT
@@ -77,6 +83,26 @@ def test_counters_are_ready_for_the_next_launch(kernel, open_device):
                 kernel.launch(device, call, *result)
         for result in results:
             assert_same_bits(result, expected)
+
+
+def with_loads_for_prefetches(launch):
+    """A launch whose prefetches are loads, which the emulator checks and records."""
+    ptx = launch.kernel.ptx
+    assert "prefetch.global.L2 [" in ptx
+    ptx = re.sub(r"prefetch\.global\.L2 (\[.*?\]);", r"{ .reg .b32 unused; ld.global.u32 unused, \1; }", ptx)
+    kernel = launch.kernel
+    return replace(launch, kernel=CompiledKernel(kernel.name, kernel.entry, ptx, kernel.num_threads, kernel.capability))
+
+
+def test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length():
+    """Of a sequence as long as its table, whose splits have entries 0 .. 15, 16 .. 31 and 32 .. 39."""
+    problem = SPLIT.build(seq_lens=(600, 0), num_kv_heads=1)
+    device, call, results = emulator(footprint=True), SPLIT.call(problem), new_results(problem)
+    plan = attention.plan(device, call._replace(out=results[0]))
+    plan = replace(plan, launches=tuple(map(with_loads_for_prefetches, plan.launches)))
+    run_plan(device, plan, call.q, call.caches, *results)
+    read = device.launches[0].footprint.read("block_tables")
+    assert np.flatnonzero(read[1]).tolist() == [0, 15, 16, 31, 32, 39]
 
 
 def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypatch):

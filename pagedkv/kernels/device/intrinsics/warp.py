@@ -153,6 +153,14 @@ def _fence(builder: Any) -> None:
     emit_asm(builder, ir.VoidType(), "fence.acq_rel.gpu;", "~{memory}", [], side_effect=True)
 
 
+prefetch_l2 = declare(
+    "prefetch_l2",
+    "Bring the line at a global address into L2, and wait for nothing. An address that is not mapped is no fault.",
+    types.void,
+    [int64],
+    lambda builder, where: emit_asm(builder, VOID, "prefetch.global.L2 [$0];", "l", [where], side_effect=True),
+)
+
 count_up = declare(
     "count_up",
     "Atomically increment the uint32 at a global address, from `last` to 0; its old value: (address, last).",
