@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arrays import between_graphs
+from .calls import CACHES
 from .commit import Write
 from .commit import commit as store
 from .layouts import KvFormat
@@ -66,7 +67,8 @@ class PagedKVCache(Sequences):
         In place of num_blocks: "2GiB", bytes, or a share of the free memory of the device, such as 0.9; for K, V and
         states, unless `state_memory` is given.
     kv_dtype : str or None
-        "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead.
+        "fp8_e4m3" or "fp8_e5m2" to store the cache in 8 bits, as uint8, instead, or "int8", as int8 with a float32
+        scale for each row.
     k_scale, v_scale : scale, or list of them, or None
         Scales of an fp8 cache: one for all layers, or a list with one for each. A scale is a number, or an array of one
         or of the layer's num_kv_heads floats, which the cache copies.
@@ -117,6 +119,8 @@ class PagedKVCache(Sequences):
     k_caches, v_caches : tuple of array
         K and V of each layer, shaped as the layout says, zero at first. Layers of different groups share memory. With
         several shapes they are strided views of blocks in which the layers of a group lie side by side.
+    k_scales, v_scales : tuple of array
+        The scales of the rows of an int8 cache in each layer, likewise; empty for other caches.
     states : dict of str to array
         The states of all slots, ``(num_states, *shape)`` each, zero at first; empty without `states`.
 
@@ -243,7 +247,9 @@ class PagedKVCache(Sequences):
             require_block_size(block_size)
         # Before the pool, whose arrays may take minutes to fill: the system refuses too large caches at once.
         self._layer_caches = LayerCaches(arrays, layout, num_blocks, block_size, shapes, groups, kv_format)
-        self.k_caches, self.v_caches = self._layer_caches.k_caches, self._layer_caches.v_caches
+        self.k_caches, self.v_caches, *scales = zip(*self._layer_caches.layers, strict=True)
+        self.k_scales: tuple[Any, ...] = scales[0] if scales else ()
+        self.v_scales: tuple[Any, ...] = scales[1] if scales else ()
         self._state_arrays = StateArrays(arrays, specs, num_states)
         self.states = self._state_arrays.by_name
         found = None
@@ -657,7 +663,7 @@ class PagedKVCache(Sequences):
         **options
             `backend` and `check` of :func:`~pagedkv.write_kv`; the cache knows its layout, kv_dtype and scales.
         """
-        k_cache, v_cache, ours = self._layer(layer)
+        caches, ours = self._layer(layer)
         if layer in self._same_as:
             raise ValueError(
                 f"layer must have K and V of its own, got {layer}, which reads those of {self._same_as[layer]}"
@@ -669,7 +675,7 @@ class PagedKVCache(Sequences):
                     f"of the layer, (num_tokens,), got {tuple(slots.shape)}"
                 )
             slots = slots[self._rows.groups.group_of[layer]]
-        write_kv(k, v, k_cache, v_cache, slots, **ours, **options)
+        write_kv(k, v, slots=slots, **dict(zip(CACHES, caches, strict=False)), **ours, **options)
 
     @between_graphs
     def attend(self, layer: int, q: Any, batch: Batch, **options: Any) -> Any:
@@ -700,7 +706,7 @@ class PagedKVCache(Sequences):
         RuntimeError
             The cache was reset after the batch was made, or, on a device, has made another one.
         """
-        k_cache, v_cache, ours = self._layer(layer)
+        caches, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
         batch.require_current()
@@ -722,7 +728,7 @@ class PagedKVCache(Sequences):
         operation: Callable[..., Any] = decode_attention if batch.is_decode else prefill_attention
         kind = self._kinds[layer]
         try:
-            return attend(operation, batch.plans, kind, q, (k_cache, v_cache), where, stored, options)
+            return attend(operation, batch.plans, kind, q, caches, where, stored, options)
         except IndexError:
             if (window := options.get("window")) is not None and self.groups[group].window is not None:
                 batch.require_held(group, window, self.block_size)
@@ -755,10 +761,10 @@ class PagedKVCache(Sequences):
             raise ValueError("this cache has no states: make one with states={name: (shape, dtype), ...}")
         return self._rows.states
 
-    def _layer(self, layer: int) -> tuple[Any, Any, dict[str, Any]]:
-        """The caches of a layer, and the options that say how they are stored."""
+    def _layer(self, layer: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arrays of a layer, and the options that say how they are stored."""
         layer = as_int("layer", layer, maximum=len(self.k_caches) - 1)
-        return self._layer_caches.views[0][layer], self._layer_caches.views[1][layer], self._options[layer]
+        return self._layer_caches.views[layer], self._options[layer]
 
     def _with_window(self, layer: int, options: dict[str, Any]) -> dict[str, Any]:
         """Add the window of a layer, and refuse a larger one."""

@@ -201,6 +201,15 @@ def as_given(layout: Layout, arrays: Sequence[Any]) -> tuple[Any, ...]:
     return k_cache, v_cache, *(x.swapaxes(1, 2) if layout == "NHD" else x for x in scales)
 
 
+def as_tokens(layout: Layout, cache: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """View a cache, or the scales of its rows, as (num_blocks, block_size, num_kv_heads, ...), with dims last."""
+    if layout == "NHD":
+        return cache
+    if layout == "HND" or cache.ndim == 3:
+        return cache.swapaxes(1, 2)
+    return cache.transpose(0, 3, 1, 2, *range(4, cache.ndim))
+
+
 def require_layout(layout: object) -> None:
     """Raise ValueError unless `layout` names a layout."""
     if not (isinstance(layout, str) and layout in LAYOUTS):

@@ -11,6 +11,7 @@ import torch
 
 import pagedkv
 from pagedkv import PagedKVCache
+from pagedkv.arrays import host_view
 from pagedkv.errors import BackendUnavailableError, CapacityError, OutOfBlocksError
 from pagedkv.memory import Batch, Stats
 
@@ -27,18 +28,20 @@ def make(**options) -> PagedKVCache:
 
 def as_bytes(array) -> np.ndarray:
     """The array's memory as (N, bytes of a block) uint8."""
-    if isinstance(array, torch.Tensor):
-        array = array.view(torch.uint8).numpy()
-    return np.ascontiguousarray(array).view(np.uint8).reshape(BLOCKS, -1)
+    return np.ascontiguousarray(host_view(array)).view(np.uint8).reshape(BLOCKS, -1)
+
+
+def arrays_of(cache: PagedKVCache) -> list:
+    return [*cache.k_caches, *cache.v_caches, *cache.k_scales, *cache.v_scales]
 
 
 def fill(cache: PagedKVCache) -> list[np.ndarray]:
     """Give every byte of every layer's K and V a value of its own, as good as; returns what is stored then."""
     rng = np.random.default_rng(0)
-    for array in (*cache.k_caches, *cache.v_caches):
-        target = array.view(torch.uint8).numpy() if isinstance(array, torch.Tensor) else array.view(np.uint8)
-        target[:] = rng.integers(0, 256, target.shape, np.uint8)
-    return [as_bytes(array).copy() for array in (*cache.k_caches, *cache.v_caches)]
+    for array in arrays_of(cache):
+        target = host_view(array)
+        target[:] = rng.integers(0, 256, (*target.shape, target.itemsize), np.uint8).view(target.dtype)[..., 0]
+    return [as_bytes(array).copy() for array in arrays_of(cache)]
 
 
 @pytest.mark.parametrize("array_module", ARRAYS)
@@ -72,6 +75,7 @@ def test_caches_are_views_of_one_allocation_each(array_module, layout, k_shape, 
         (torch.bfloat16, None, ml_dtypes.bfloat16, torch.bfloat16),
         ("float32", "fp8_e4m3", np.uint8, torch.uint8),
         (np.dtype(np.float16), "fp8_e5m2", np.uint8, torch.uint8),
+        ("bfloat16", "int8", np.int8, torch.int8),
     ],
 )
 def test_caches_have_the_dtype_asked_for(dtype, kv_dtype, numpy_dtype, torch_dtype):
@@ -81,7 +85,9 @@ def test_caches_have_the_dtype_asked_for(dtype, kv_dtype, numpy_dtype, torch_dty
 
 @pytest.mark.parametrize("array_module", ARRAYS)
 @pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float16", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float16", "fp8_e4m3"), ("float16", "int8")]
+)
 @pytest.mark.parametrize("at_hand", [2**17, 4096])
 def test_append_copies_the_shared_block_in_every_layer(monkeypatch, array_module, layout, dtype, kv_dtype, at_hand):
     """All layers at a time, or with float32 two."""
@@ -95,9 +101,37 @@ def test_append_copies_the_shared_block_in_every_layer(monkeypatch, array_module
     assert slots.tolist() == [2 * P + 3, 3 * P + 3, 3 * P + 4, P + 3]
     for array in expected:
         array[[2, 3]] = array[1]
-    for array, content in zip((*cache.k_caches, *cache.v_caches), expected, strict=True):
+    for array, content in zip(arrays_of(cache), expected, strict=True):
         assert (as_bytes(array) == content).all()
     cache.check()
+
+
+@pytest.mark.parametrize("array_module", ARRAYS)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "vllm"])
+def test_rows_of_int8_have_scales_beside_them(array_module, layout):
+    """In memory a head's are side by side, whatever the layout; layers that read another's have its scales."""
+    cache = make(kv_dtype="int8", dtype="bfloat16", layout=layout, array_module=array_module, same_as={1: 0})
+    shape = (BLOCKS, P, HEADS) if layout == "NHD" else (BLOCKS, HEADS, P)
+    for scales in (cache.k_scales, cache.v_scales):
+        assert {(type(x), tuple(x.shape)) for x in scales} == {(ARRAYS[array_module], shape)}
+        views = [*map(host_view, scales)]
+        assert views[0].dtype == np.float32
+        assert sorted(views[0].strides, reverse=True) == [4 * P * HEADS, 4 * P, 4]
+        assert views[0].strides[1 if layout == "NHD" else 2] == 4
+        assert np.may_share_memory(views[0], views[1])
+    assert make(kv_dtype="fp8_e4m3").k_scales == make().v_scales == ()
+    k, v = np.random.default_rng(0).standard_normal((2, P + 4, HEADS, DIM), np.float32)
+    seqs = [cache.add(n).seq for n in (P + 1, 3)]
+    slots = np.concatenate([np.asarray(cache.slots(seq, 0, n)) for seq, n in zip(seqs, (P + 1, 3), strict=True)])
+    send = torch.from_numpy if array_module == "torch" else np.asarray
+    cache.write(0, send(k), send(v), send(slots))
+    stored = {"layout": layout, "kv_dtype": "int8", "k_scales": cache.k_scales[1], "v_scales": cache.v_scales[1]}
+    gathered = pagedkv.gather_kv(
+        cache.k_caches[1], cache.v_caches[1], cache.batch(seqs).block_tables[0], P + 1, **stored
+    )
+    for x, y in zip((k, v), gathered, strict=True):
+        largest = np.abs(x[: P + 1]).max(axis=-1, keepdims=True)
+        assert (np.abs(x[: P + 1] - np.asarray(y)) <= largest / 253).all()
 
 
 @pytest.mark.parametrize("array_module", ARRAYS)
@@ -254,6 +288,11 @@ def test_cupy_without_a_gpu_is_an_error(monkeypatch):
         ({"kv_dtype": "fp8"}, ValueError, r"^kv_dtype must be"),
         ({"k_scale": 2.0}, ValueError, r"^k_scale needs an fp8 cache, got a cache of float32$"),
         ({"v_scale": [np.ones(1)]}, ValueError, r"^v_scale needs an fp8 cache, got a cache of float32$"),
+        (
+            {"kv_dtype": "int8", "v_scale": 2.0},
+            ValueError,
+            r"^v_scale needs an fp8 cache, got a cache of int8, whose rows carry their own scales$",
+        ),
         ({"kv_dtype": "fp8_e4m3", "k_scale": np.nan}, ValueError, r"^k_scale must be positive and finite .*, got nan$"),
         ({"kv_dtype": "fp8_e4m3", "v_scale": ["1"]}, TypeError, r"^v_scale must be a number, got str$"),
         ({"kv_dtype": "fp8_e4m3", "k_scale": np.array(-1.0)}, ValueError, r"^k_scale must be positive and finite"),

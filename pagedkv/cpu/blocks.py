@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ..arrays import Array
 from ..calls import CopyCall, GatherCall, Scale, SwapCall, WriteCall, per_head
 from ..commit import Write, bits, commit
-from ..layouts import KvFormat
+from ..layouts import KvFormat, as_tokens
 from .rotary import rotated
 
 PIECE_BYTES = 256 * 1024
@@ -37,7 +37,7 @@ def write_kv(call: WriteCall) -> None:
     writes: list[Write] = []
     for x, scale, caches in ((k, call.k_scale, call.caches[::2]), (v, call.v_scale, call.caches[1::2])):
         for encoded, cache in zip(_encode(x, spec.format, scale), caches, strict=True):
-            tokens = _tokens(cache, spec.layout)
+            tokens = as_tokens(spec.layout, bits(cache))
             writes.append((tokens, at, encoded.reshape(len(x), *tokens.shape[2:])))
     commit(writes)
 
@@ -67,7 +67,7 @@ def gather_kv(call: GatherCall, k: Array, v: Array) -> None:
     # Few blocks at a time, so that what indexing returns is still in the processor's caches when it is copied.
     piece = size * max(1, PIECE_BYTES // (size * spec.num_kv_heads * spec.head_dim * k.itemsize))
     for caches, scale, result in ((call.caches[::2], call.k_scale, k), (call.caches[1::2], call.v_scale, v)):
-        blocks, *of_rows = (_tokens(cache, spec.layout) for cache in caches)
+        blocks, *of_rows = (as_tokens(spec.layout, bits(cache)) for cache in caches)
         of_heads = per_head(scale, spec.num_kv_heads)
         for first in range(0, call.seq_len, piece):
             some = result[first : first + piece]
@@ -95,16 +95,6 @@ def _copy(copies: Iterable[tuple[Array, Array]], pairs: npt.NDArray[np.int64]) -
             blocks = map(getitem, repeat(bits(source)), at)
             writes += zip(map(getitem, repeat(bits(destination)), to), repeat(...), blocks)
     commit(writes)
-
-
-def _tokens(cache: Array, layout: str) -> Array:
-    """A view of the bits of a cache, or of scales, as (num_blocks, block_size, ...), by offsets in a block."""
-    elements = bits(cache)
-    if layout == "NHD":
-        return elements
-    if layout == "HND" or cache.ndim == 3:
-        return elements.swapaxes(1, 2)
-    return elements.transpose(0, 3, 1, 2, *range(4, cache.ndim))
 
 
 def _of_tokens(blocks: Array, count: int) -> Array:

@@ -35,8 +35,9 @@ def kv_bytes(
 ) -> int:
     """Bytes that the K and V of a sequence take in all layers: 2 * num_layers * Hkv * D * itemsize for each slot.
 
-    That is what `PagedKVCache` allocates for as many slots; scales of an fp8 cache are a few numbers more. With windows
-    it is what a sequence of this length holds while it decodes, in whole blocks of `group_size` layers.
+    Rows of int8 take D + 4 bytes, with their scale. That is what `PagedKVCache` allocates for as many slots; scales of
+    an fp8 cache are a few numbers more. With windows it is what a sequence of this length holds while it decodes, in
+    whole blocks of `group_size` layers.
 
     Parameters
     ----------
@@ -49,7 +50,7 @@ def kv_bytes(
     dtype : dtype-like
         float32, float16 or bfloat16.
     kv_dtype : str or None
-        "fp8_e4m3" or "fp8_e5m2" for a cache in 8 bits.
+        "fp8_e4m3", "fp8_e5m2" or "int8" for a cache in 8 bits.
     block_size : int
         P: the tokens are rounded up to whole blocks.
     windows, same_as, group_size

@@ -12,15 +12,14 @@ import numpy.typing as npt
 from ..arrays import host_view, to_host
 from ..cache import PagedKVCache
 from ..commit import bits
-from ..layouts import cache_geometry
+from ..layouts import as_tokens, cache_geometry
 from ..memory.arguments import as_int
 from ..operations.caches import swap_blocks
-from ..typing import Layout
 from .store import Buffer
 from .wire import BLOCK_TOKENS, Name, Wire
 
 _AT_ONCE = 2**22  # bytes that are gathered at a time: they stay in a core's cache
-_Layers = list[tuple[int, tuple[Any, Any]]]  # the place of each layer in a payload, its K and its V
+_Layers = list[tuple[int, list[Any]]]  # the place of each layer in a payload, and its arrays by `CACHES`
 _OnHost = tuple[_Layers, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # and the block and the offset of each slot
 
 
@@ -138,7 +137,7 @@ class CacheBlocks:
         """
         size, num_blocks, num_heads = self.wire.block_tokens, len(digests), self.num_heads
         sealed = self.wire.empty(num_blocks * num_heads)
-        payloads = bits(self.wire.payloads(sealed)).reshape(num_blocks, num_heads, *self.wire.payload_shape)
+        payloads = self._by_head(sealed)
         slots = np.atleast_2d(slots)
         padded = np.pad(slots, ((0, 0), (0, num_blocks * size - slots.shape[1])), constant_values=-1)
         missing, at_once = self.missing(padded), max(1, _AT_ONCE // self.bytes_of_all_heads)
@@ -148,13 +147,15 @@ class CacheBlocks:
                 for first in range(0, num_blocks, at_once):
                     some = slice(first, first + at_once)
                     of_tokens = slice(first * size, (first + at_once) * size)
-                    for layer, both in layers:
-                        for i, view in enumerate(both):
+                    for layer, views in layers:
+                        for i, view in enumerate(views):
+                            part = payloads[i // 2]
                             rows = view[ids[of_tokens], offsets[of_tokens]]
-                            rows = rows.reshape(-1, size, num_heads, self._head_dim)
-                            payloads[some, :, layer, i] = rows.swapaxes(1, 2)
+                            rows = rows.reshape(-1, size, num_heads, *part.shape[5:])
+                            part[some, :, layer, i % 2] = rows.swapaxes(1, 2)
         if missing.any():
-            np.moveaxis(payloads, 4, 1)[missing.reshape(num_blocks, size)] = 0
+            for part in payloads:
+                np.moveaxis(part, 4, 1)[missing.reshape(num_blocks, size)] = 0
         names = [name for digest in digests for name in self.names(digest)]
         self.wire.seal(sealed, names)
         return names, [block.data for block in sealed]
@@ -187,14 +188,14 @@ class CacheBlocks:
             with self._on_host(group, slots[group], writes=True) as (layers, ids, offsets):
                 for first in range(skipped // size, -(-end // size), at_once):
                     heads = np.stack(opened[first * num_heads : (first + at_once) * num_heads])
-                    payloads = bits(self.wire.payloads(heads)).reshape(-1, num_heads, *self.wire.payload_shape)
-                    start, stop = max(first * size, skipped), min((first + len(payloads)) * size, end)
+                    payloads = self._by_head(heads)
+                    start, stop = max(first * size, skipped), min((first + len(payloads[0])) * size, end)
                     inside = slice(start - first * size, stop - first * size)
                     of_tokens = slice(start - skipped, stop - skipped)
-                    for layer, both in layers:
-                        for i, view in enumerate(both):
-                            rows = payloads[:, :, layer, i].swapaxes(1, 2)
-                            rows = rows.reshape(-1, num_heads, self._head_dim)[inside]
+                    for layer, views in layers:
+                        for i, view in enumerate(views):
+                            rows = payloads[i // 2][:, :, layer, i % 2].swapaxes(1, 2)
+                            rows = rows.reshape(-1, *rows.shape[2:])[inside]
                             view[ids[of_tokens], offsets[of_tokens]] = rows.reshape(len(rows), *view.shape[2:])
 
     @contextmanager
@@ -205,26 +206,32 @@ class CacheBlocks:
         """
         ids, offsets = np.divmod(slots, self.cache.block_size)
         layers = [layer for layer in self._layers if self.cache.layer_groups.group_of[layer] == group]
-        k_caches, v_caches = ([caches[i] for i in layers] for caches in (self.cache.k_caches, self.cache.v_caches))
+        there = [self.cache._layer_caches.layers[layer] for layer in layers]
         if not self._on_device:
-            yield self._as_layers(layers, map(host_view, k_caches), map(host_view, v_caches)), ids, offsets
+            yield self._as_layers(layers, [map(host_view, caches) for caches in there]), ids, offsets
             return
         blocks, ids = np.unique(ids, return_inverse=True)
-        here = [np.empty((len(blocks), *x.shape[1:]), self.wire.dtype) for x in (*k_caches, *v_caches)]
-        there, pairs = [*k_caches, *v_caches], np.stack([blocks, np.arange(len(blocks))], axis=1)
+        dtypes = [part.dtype for part in self.wire.parts for _ in "kv"]
+        here = [
+            [np.empty((len(blocks), *x.shape[1:]), dtype) for x, dtype in zip(caches, dtypes, strict=True)]
+            for caches in there
+        ]
+        pairs = np.stack([blocks, np.arange(len(blocks))], axis=1)
         swap_blocks(there, here, pairs)
-        yield self._as_layers(layers, here[: len(k_caches)], here[len(k_caches) :]), ids, offsets
+        yield self._as_layers(layers, here), ids, offsets
         if writes:
             swap_blocks(here, there, pairs[:, ::-1].copy())
 
-    def _as_layers(self, layers: Iterable[int], k_caches: Iterable[Any], v_caches: Iterable[Any]) -> _Layers:
+    def _as_layers(self, layers: Iterable[int], caches: Iterable[Iterable[Any]]) -> _Layers:
         return [
-            (
-                self._layers.index(layer),
-                (as_tokens(bits(k), self._layout, is_key=True), as_tokens(bits(v), self._layout, is_key=False)),
-            )
-            for layer, k, v in zip(layers, k_caches, v_caches, strict=True)
+            (self._layers.index(layer), [as_tokens(self._layout, bits(x)) for x in of_layer])
+            for layer, of_layer in zip(layers, caches, strict=True)
         ]
+
+    def _by_head(self, blocks: npt.NDArray[np.uint8]) -> list[npt.NDArray[Any]]:
+        """The bits of the parts of wire blocks, (num_blocks, num_heads, num_layers, 2, block_tokens, ...) each."""
+        parts = map(bits, self.wire.payloads(blocks))
+        return [part.reshape(-1, self.num_heads, *part.shape[1:]) for part in parts]
 
     def _scales_of_heads(self) -> list[bytes]:
         """The scales of each KV head in all layers, as bytes."""
@@ -235,12 +242,3 @@ class CacheBlocks:
                 scale = to_host(of_layer[name])
                 scales[:, layer, i] = 1.0 if scale is None else scale
         return [of_head.tobytes() for of_head in scales]
-
-
-def as_tokens(cache: Any, layout: Layout, *, is_key: bool) -> Any:
-    """View a cache as (num_blocks, block_size, num_kv_heads, ...), with the dims of a head last."""
-    if layout == "NHD":
-        return cache
-    if layout == "HND":
-        return cache.transpose(0, 2, 1, 3)
-    return cache.transpose(0, 3, 1, 2, 4) if is_key else cache.transpose(0, 3, 1, 2)

@@ -18,7 +18,8 @@ A block is a header and the payload, in the byte order of x86 and Arm (little-en
 * zeros.
 
 The payload is (num_layers, 2, block_tokens, head_dim): of each layer K and then V, token by token, as a cache
-stores them.
+stores them. Where rows have scales of their own, (num_layers, 2, block_tokens) float32 follow, with a zero behind each
+odd number of tokens.
 
 The **chained digest** of a block names all tokens up to its last one, its salt and what it is made of. It is the
 BLAKE2b-128 of the digest before it and of the block's token ids (int32). The first one follows a root: BLAKE2b-128 of
@@ -38,6 +39,7 @@ somebody who writes wrong blocks on purpose. Give a store only to those whom you
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from struct import Struct
@@ -46,7 +48,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..layouts import KvFormat
+from ..layouts import FLOAT32, KvFormat, Part
 from ..memory.arguments import as_int
 from ..memory.prefix.digests import NUM_BYTES, blake2b_128, hash_chain
 from .store import Buffer
@@ -83,10 +85,9 @@ class Wire:
 
     Attributes
     ----------
-    payload_shape : tuple of int
-        (num_layers, 2, block_tokens, head_dim).
-    dtype : numpy.dtype
-        Of an element as the caches store it.
+    parts : list of Part
+        What a payload has of a block, one after the other: (num_layers, 2, block_tokens, head_dim) elements, and the
+        scales of their rows, if they have any.
     block_bytes : int
         Bytes of a block, with its header.
     """
@@ -104,9 +105,11 @@ class Wire:
         if not isinstance(model, str) or not model:
             raise TypeError(f"model must be a str that names the model and its weights, got {model!r}")
         self.block_tokens = as_int("block_tokens", block_tokens, minimum=1, maximum=2**16)
-        self.dtype = kv_format.stored
-        self.payload_shape = (num_layers, 2, self.block_tokens, head_dim)
-        self._payload_bytes = int(np.prod(self.payload_shape)) * self.dtype.itemsize
+        rows = num_layers, 2, self.block_tokens
+        self.parts = [Part((*rows, head_dim), kv_format.stored)]
+        if kv_format.scale == "row":
+            self.parts.append(Part((*rows[:2], -(-self.block_tokens // 2) * 2), FLOAT32))  # of whole 64-bit words
+        self._payload_bytes = sum(part.nbytes for part in self.parts)
         self.block_bytes = HEADER_BYTES + self._payload_bytes
         sizes = kv_format.wire_word, num_layers, head_dim, self.block_tokens
         self._model = blake2b_128(model.encode() + np.array(layers, "<i4").tobytes())
@@ -150,11 +153,19 @@ class Wire:
 
     def empty(self, num_blocks: int) -> npt.NDArray[np.uint8]:
         """Room for blocks, (num_blocks, block_bytes) uint8."""
-        return np.empty((num_blocks, self.block_bytes), np.uint8)
+        blocks = np.empty((num_blocks, self.block_bytes), np.uint8)
+        blocks[:, HEADER_BYTES + self.parts[0].nbytes :] = 0  # what follows scales of an odd number of tokens
+        return blocks
 
-    def payloads(self, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.generic]:
-        """The payloads of blocks as a view, (num_blocks, *payload_shape)."""
-        return blocks[:, HEADER_BYTES:].view(self.dtype).reshape(len(blocks), *self.payload_shape)
+    def payloads(self, blocks: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.generic]]:
+        """The parts of the payloads of blocks as views, (num_blocks, num_layers, 2, block_tokens, ...) each."""
+        views, start = [], HEADER_BYTES
+        for shape, dtype in self.parts:
+            nbytes = math.prod(shape) * dtype.itemsize
+            view = blocks[:, start : start + nbytes].view(dtype).reshape(len(blocks), *shape)
+            views.append(view[:, :, :, : self.block_tokens])
+            start += nbytes
+        return views
 
     def seal(self, blocks: npt.NDArray[np.uint8], names: Sequence[Name]) -> None:
         """Write the headers of blocks whose payloads are there."""
@@ -182,5 +193,5 @@ class Wire:
         return _FIELDS.pack(magic, version, *sizes, name.head, self._payload_bytes, self._model, name.digest, name.key)
 
     def _checksum(self, header: bytes, block: npt.NDArray[np.uint8]) -> bytes:
-        words = block[HEADER_BYTES:].view("<u8").reshape(2 * self.payload_shape[0], -1)
+        words = block[HEADER_BYTES:].view("<u8").reshape(2 * self.parts[0].shape[0], -1)
         return blake2b_128(header + words.sum(axis=0).tobytes() + words.sum(axis=1).tobytes())

@@ -9,11 +9,12 @@ SHAPE = {"num_layers": 3, "num_kv_heads": 2, "head_dim": 16}
 
 @pytest.mark.parametrize("layout", ["NHD", "vllm"])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float16", "fp8_e4m3"), ("float32", "fp8_e5m2")]
+    ("dtype", "kv_dtype"),
+    [("float32", None), ("bfloat16", None), ("float16", "fp8_e4m3"), ("float32", "fp8_e5m2"), ("float32", "int8")],
 )
 def test_a_cache_takes_as_many(dtype, kv_dtype, layout):
     cache = PagedKVCache(**SHAPE, num_blocks=5, block_size=8, dtype=dtype, layout=layout, kv_dtype=kv_dtype)
-    allocated = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches))
+    allocated = sum(array.nbytes for array in (*cache.k_caches, *cache.v_caches, *cache.k_scales, *cache.v_scales))
     assert kv_bytes(40, **SHAPE, dtype=dtype, kv_dtype=kv_dtype) == allocated
     assert kv_bytes(33, **SHAPE, dtype=dtype, kv_dtype=kv_dtype, block_size=8) == allocated
     assert kv_bytes(0, **SHAPE, block_size=8) == 0
@@ -28,7 +29,7 @@ def test_a_cache_takes_as_many(dtype, kv_dtype, layout):
         ({"num_kv_heads": 1.0}, TypeError, "num_kv_heads must be an int, got float"),
         ({"head_dim": 12}, ValueError, "head_dim must be a multiple of 8 from 8 to 512, got 12"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
-        ({"dtype": "int8"}, TypeError, "dtype must be float32, float16 or bfloat16, got 'int8'"),
+        ({"dtype": "int8"}, TypeError, "dtype must be .*, got 'int8': for a cache in 8 bits pass .*"),
         ({"kv_dtype": "fp4"}, ValueError, "kv_dtype must be None, .*, got 'fp4'"),
     ],
 )

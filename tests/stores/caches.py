@@ -1,11 +1,14 @@
 """Caches whose K and V are random bits, and what tests compare of them."""
 
+import math
+
 import numpy as np
 
 from pagedkv import PagedKVCache
 from pagedkv.arrays import host_view
 from pagedkv.commit import bits
-from pagedkv.stores.blocks import CacheBlocks, as_tokens
+from pagedkv.layouts import as_tokens
+from pagedkv.stores.blocks import CacheBlocks
 
 LAYERS, HEADS, DIM, W = 3, 4, 16, 8
 SIZES = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": DIM}
@@ -20,21 +23,23 @@ def blocks_of(cache, model="a model", **options):
 
 
 def fill(cache, seed=0):
-    """Write random bits to all blocks."""
+    """Write random bits to all blocks, and to the scales of their rows."""
     rng = np.random.default_rng(seed)
-    for array in (*cache.k_caches, *cache.v_caches):
+    for array in (*cache.k_caches, *cache.v_caches, *cache.k_scales, *cache.v_scales):
         view = bits(host_view(array))
         view[...] = rng.integers(0, np.iinfo(view.dtype).max, view.shape, view.dtype)
 
 
 def contents(cache, slots, layout="NHD"):
-    """K and V of tokens as bits, (num_layers, 2, num_tokens, num_kv_heads, head_dim)."""
+    """K and V of tokens, and the scales of their rows, as (num_layers, 2, num_tokens, num_kv_heads, bytes)."""
     ids, offsets = np.divmod(slots, cache.block_size)
-    rows = []
-    for caches, is_key in ((cache.k_caches, True), (cache.v_caches, False)):
-        views = [as_tokens(bits(host_view(x)), layout, is_key=is_key) for x in caches]
-        rows.append([view[ids, offsets].reshape(len(slots), view.shape[2], DIM) for view in views])
-    return np.array(rows).swapaxes(0, 1)
+
+    def stored(array):
+        rows = np.ascontiguousarray(as_tokens(layout, bits(host_view(array)))[ids, offsets])
+        return rows.reshape(*rows.shape[:2], math.prod(rows.shape[2:])).view(np.uint8)
+
+    parts = (*zip(cache.k_caches, cache.v_caches, strict=True),), (*zip(cache.k_scales, cache.v_scales, strict=True),)
+    return np.concatenate([[[stored(x) for x in both] for both in part] for part in parts if part], axis=-1)
 
 
 def text(num_tokens, seed=0):

@@ -72,14 +72,15 @@ class StoresMachine(RuleBasedStateMachine):
         windows=st.none() | st.permutations([None, 3, 2 * W + 1]) | st.permutations([None, None, W]),
         vocabulary=st.integers(1, 3),
         block_tokens=st.sampled_from([W, 3, 5]),
+        kv_dtype=st.sampled_from([None, None, "int8"]),
     )
-    def start(self, data, seed, is_reliable, windows, vocabulary, block_tokens):
+    def start(self, data, seed, is_reliable, windows, vocabulary, block_tokens, kv_dtype):
         self.windows, self.vocabulary, self.block_tokens = windows, vocabulary, block_tokens
         self.store = UnreliableStore(seed, is_reliable)
         self.was_reliable = is_reliable
         self.caches, self.prefixes, self.spaces = [], [], []
         for _ in range(2):
-            of_cache = {"block_size": data.draw(st.sampled_from([4, 1, 3, W, 2 * W]))}
+            of_cache = {"block_size": data.draw(st.sampled_from([4, 1, 3, W, 2 * W])), "kv_dtype": kv_dtype}
             if windows is not None:
                 of_cache["keep"] = data.draw(st.sampled_from([0, W]))
             cache = windowed(2**10 // of_cache["block_size"], windows=windows, **of_cache)

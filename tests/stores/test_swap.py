@@ -21,7 +21,7 @@ def all_of(cache, seq):
     return contents(cache, cache.slots(seq, 0, int(cache.seq_lens(seq)[0])))
 
 
-@pytest.mark.parametrize("options", [{}, {"prefix_cache": False}, {"block_size": 5}])
+@pytest.mark.parametrize("options", [{}, {"prefix_cache": False}, {"block_size": 5}, {"kv_dtype": "int8"}])
 def test_sequences_come_back(options):
     cache = make_cache(**options)
     seqs = [cache.add(n).seq for n in (3 * W + 5, 0, 1, 2 * W)]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from pagedkv.arrays import host_view
+from pagedkv.layouts import as_tokens
 from pagedkv.memory.prefix.digests import root_digest
 from pagedkv.stores import HostStore, SavedSequences
-from pagedkv.stores.blocks import CacheBlocks, as_tokens
+from pagedkv.stores.blocks import CacheBlocks
 
 from .caches import DIM, HEADS, LAYERS, W, evict, fill, make_cache, text
 from .test_prefixes import FaultyStore, damage, make_store, prefixes_of
@@ -76,9 +77,12 @@ def assert_written(cache, tokens, slots, salt=None):
         [there] = (slots[group] >= 0).nonzero()
         ids, offsets = np.divmod(slots[group, there], cache.block_size)
         heads, dim = shape_of(cache, layer)
-        for i, caches in enumerate((cache.k_caches, cache.v_caches)):
-            rows = as_tokens(host_view(caches[layer]), cache._options[layer]["layout"], is_key=i == 0)[ids, offsets]
-            np.testing.assert_array_equal(rows.reshape(-1, heads, dim), expected[layer, i, there, :heads, :dim])
+        stored, layout = cache._layer_caches.kv_format, cache._options[layer]["layout"]
+        for i in range(2):
+            kv = expected[layer, i, there, :heads, :dim]
+            wanted = stored.quantise(kv) if stored.scale == "row" else (kv,)
+            for x, rows in zip(cache._layer_caches.layers[layer][i::2], wanted, strict=True):
+                np.testing.assert_array_equal(as_tokens(layout, host_view(x))[ids, offsets].reshape(rows.shape), rows)
 
 
 def assert_found_is_written(cache, tokens, salt=None):

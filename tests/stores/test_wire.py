@@ -5,8 +5,10 @@ import hashlib
 import numpy as np
 import pytest
 
+from pagedkv.commit import bits
 from pagedkv.layouts import FORMATS
 from pagedkv.memory.prefix.digests import root_digest
+from pagedkv.stores.blocks import CacheBlocks
 from pagedkv.stores.wire import HEADER_BYTES, Wire
 
 from .caches import DIM, HEADS, LAYERS, W, blocks_of, contents, fill, make_cache, text
@@ -37,7 +39,9 @@ def moved(source, target, num_tokens, staged=False):
 
 
 @pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("stored", [{}, {"dtype": "bfloat16"}, {"kv_dtype": "fp8_e5m2", "v_scale": 3.0}], ids=str)
+@pytest.mark.parametrize(
+    "stored", [{}, {"dtype": "bfloat16"}, {"kv_dtype": "fp8_e5m2", "v_scale": 3.0}, {"kv_dtype": "int8"}], ids=str
+)
 def test_any_cache_reads_what_another_wrote(options, stored):
     other = make_cache(**stored)
     fill(other)
@@ -50,9 +54,11 @@ def test_any_cache_reads_what_another_wrote(options, stored):
             assert not after[:, :, :3].any()
 
 
-@pytest.mark.parametrize("layout", ["NHD", "vllm"])
-def test_caches_on_a_device_are_copied_by_blocks(layout):
-    source, target = make_cache(layout=layout), make_cache(layout=layout, block_size=16)
+@pytest.mark.parametrize(
+    "options", [{"layout": "NHD"}, {"layout": "vllm"}, {"layout": "NHD", "kv_dtype": "int8"}], ids=str
+)
+def test_caches_on_a_device_are_copied_by_blocks(options):
+    source, target = make_cache(**options), make_cache(**options, block_size=16)
     fill(source)
     fill(target, seed=1)
     untouched = target.k_caches[0][20:].copy()
@@ -62,20 +68,22 @@ def test_caches_on_a_device_are_copied_by_blocks(layout):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-def test_a_block_has_zeros_where_the_cache_lacks_a_token(staged):
-    cache = make_cache()
+@pytest.mark.parametrize("stored", [{}, {"kv_dtype": "int8"}], ids=str)
+def test_a_block_has_zeros_where_the_cache_lacks_a_token(stored, staged):
+    cache = make_cache(**stored)
     fill(cache)
-    blocks = blocks_of(cache)
+    blocks = CacheBlocks(cache, "a model", block_tokens=9)
     blocks._on_device = staged
     _, [first, *_] = blocks.read(np.array([-1, -1, 5, 6]), [bytes(16)])
-    [payload] = blocks.wire.payloads(np.frombuffer(first, np.uint8)[None])
-    has_bits = payload.view(np.uint32).any(axis=(0, 1, 3))
-    assert has_bits.tolist() == [False, False, True, True] + [False] * (W - 4)
+    for part in blocks.wire.payloads(np.frombuffer(first, np.uint8)[None]):
+        has_bits = bits(part)[0].reshape(LAYERS, 2, 9, -1).any(axis=(0, 1, 3))
+        assert has_bits.tolist() == [False, False, True, True] + [False] * 5
+    assert not np.frombuffer(first, np.uint8)[-4:].any()  # nor behind the scales of 9 tokens
 
 
 def test_layers_that_read_another_layers_keys_are_left_out():
     cache = make_cache(same_as={2: 1})
-    assert blocks_of(cache).wire.payload_shape[0] == LAYERS - 1
+    assert blocks_of(cache).wire.parts[0].shape[0] == LAYERS - 1
     fill(cache)
     before, after = moved(cache, make_cache(same_as={2: 1}, layout="HND"), 3 * W, staged=True)
     np.testing.assert_array_equal(after[:, :, 3:], before[:, :, 3:])
@@ -114,7 +122,7 @@ def test_keys_differ_with_all_that_k_and_v_depend_on():
         keys_of(make_cache(head_dim=32)),
         keys_of(first_head=HEADS),
         *(keys_of(make_cache(dtype=dtype)) for dtype in ("float16", "bfloat16")),
-        *(keys_of(make_cache(kv_dtype=kind)) for kind in ("fp8_e4m3", "fp8_e5m2")),
+        *(keys_of(make_cache(kv_dtype=kind)) for kind in ("fp8_e4m3", "fp8_e5m2", "int8")),
         keys_of(make_cache(**fp8, k_scale=2.0)),
         keys_of(make_cache(**fp8, v_scale=2.0)),
         keys_of(make_cache(**fp8, k_scale=np.arange(3, 3 + HEADS, dtype=np.float32))),
@@ -133,6 +141,7 @@ def test_keys_differ_with_all_that_k_and_v_depend_on():
         ({"dtype": "bfloat16"}, 2, "75e5613cf0650035"),
         ({"kv_dtype": "fp8_e4m3", "k_scale": 2.0}, 3, "95e3349b8b251c51"),
         ({"kv_dtype": "fp8_e5m2"}, 4, "c71bebb749609934"),
+        ({"kv_dtype": "int8"}, 5, "1f83c241344bb311"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""LayerCaches: K and V of all layers."""
+"""LayerCaches: K and V of all layers, and the scales of their rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...layouts import KvFormat
+from ...layouts import KvFormat, as_given
 from ...typing import Layout
 from ..groups import LayerGroups, Shape
 from ..ids import Int64Array
@@ -19,10 +19,10 @@ _ALIGNED = 16  # bytes: kernels load as many at once
 
 
 class LayerCaches:
-    """K and V of all layers, zero at first.
+    """K and V of all layers, and the scales of their rows if the format has them, zero at first.
 
-    Where all layers have one shape, there is an allocation of K and one of V, and the i-th layers of all groups share
-    an array. Else there is one of whole blocks, in which the layers of a group lie side by side.
+    Where all layers have one shape, there is an allocation of each part, of K say, and the i-th layers of all groups
+    share an array. Else there is one of whole blocks, in which the layers of a group lie side by side.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class LayerCaches:
 
     Attributes
     ----------
-    k_caches, v_caches : tuple of array
-        Those of each layer, as views.
+    layers : tuple of tuple of array
+        The arrays of each layer as operations take them, by `CACHES`, as views.
     stacks : tuple of array
-        What the layers are views of: K and V, (group_size, N, ...) each, or whole blocks, (1, N, bytes).
-    views : tuple
-        k_caches and v_caches as NumPy sees them, where it does: operations ask nobody else then.
+        What the layers are views of: those of each part, (group_size, N, ...), or whole blocks, (1, N, bytes).
+    views : tuple of tuple of array
+        The layers as NumPy sees them, where it does: operations ask nobody else then.
 
     Raises
     ------
@@ -65,6 +65,8 @@ class LayerCaches:
         self._arrays, self.kv_format, self.block_bytes = arrays, kv_format, bytes_of_block(groups, shapes, *sizes)
         self._num_arrays = 1 if groups.has_shapes else groups.group_size
         parts = [kv_format.parts(layout, num_blocks, block_size, *shape) for shape in shapes]
+        nbytes = bytes_of_layers(shapes, *sizes)
+        self._most_bytes = self.block_bytes if groups.has_shapes else max(nbytes[0])
         try:
             if groups.has_shapes:
                 self.stacks = (arrays.zeros((1, num_blocks, self.block_bytes), np.dtype(np.uint8)),)
@@ -80,13 +82,13 @@ class LayerCaches:
             ) from error
         if groups.has_shapes:
             [blocks], layers = self.stacks[0], []
-            for place, nbytes, of_layer in zip(groups.place_of, bytes_of_layers(shapes, *sizes), parts, strict=True):
-                places = zip(accumulate(nbytes, initial=place * sum(nbytes)), of_layer, strict=False)
+            for place, sizes_of, of_layer in zip(groups.place_of, nbytes, parts, strict=True):
+                places = zip(accumulate(sizes_of, initial=place * sum(sizes_of)), of_layer, strict=False)
                 layers.append([arrays.view(blocks, start, *part) for start, part in places])
         else:
             layers = [[stack[place] for stack in self.stacks] for place in groups.place_of]
-        self.k_caches, self.v_caches = zip(*layers, strict=True)
-        self.views = tuple(tuple(map(arrays.on_host, caches)) for caches in (self.k_caches, self.v_caches))
+        self.layers = tuple(as_given(layout, of_layer) for of_layer in layers)
+        self.views = tuple(tuple(map(arrays.on_host, of_layer)) for of_layer in self.layers)
 
     def copy(self, copies: Int64Array) -> None:
         """Copy blocks in all layers, (m, 2) int64 of source and destination; no call reads these before the commit."""
@@ -108,7 +110,7 @@ class LayerCaches:
         """The layers to copy at a time: all on a device, on the host as many as malloc has memory for at hand."""
         at_once = num_layers = self._num_arrays
         if not self._arrays.on_device:
-            at_once = max(1, _AT_HAND * len(self.stacks) * num_layers // max(1, self.block_bytes * len(copies)))
+            at_once = max(1, _AT_HAND // max(1, self._most_bytes * len(copies)))
         return [slice(first, first + at_once) for first in range(0, num_layers, at_once)]
 
 

@@ -1,9 +1,10 @@
 """Caches with windows against a model that stores the tokens themselves.
 
 The number stored as the K of a token stands for its layer, its sequence's salt and all its tokens up to itself, so a
-block that is shared by mistake, released too early or read in the wrong group is noticed wherever it is read. The model
-says which columns each group holds, whether an `append` has room, and how long a hit may be: never longer than blocks
-were stored for, and as long as they allow if none was evicted.
+block that is shared by mistake, released too early or read in the wrong group is noticed wherever it is read: 127 times
+as much, which an int8 row and its scale hold exactly. The model says which columns each group holds, whether an
+`append` has room, and how long a hit may be: never longer than blocks were stored for, and as long as they allow if
+none was evicted.
 """
 
 import itertools
@@ -75,20 +76,32 @@ class GroupMachine(RuleBasedStateMachine):
         num_blocks=st.integers(8, 60),
         block_size=st.sampled_from([4, 3, 2, 1, 8]),
         max_seqs=st.sampled_from([6, 4, 9]),
+        kv_dtype=st.sampled_from([None, None, "int8"]),
         prefix_cache=st.sampled_from([True, True, True, False]),
         hash_of=st.sampled_from([blake2b_128, blake2b_128, of_two_bits]),
         eviction=st.sampled_from([LRU, LRU, Chosen]),
         from_the_end=st.booleans(),
     )
     def start(
-        self, data, layers, keep, num_blocks, block_size, max_seqs, prefix_cache, hash_of, eviction, from_the_end
+        self,
+        data,
+        layers,
+        keep,
+        num_blocks,
+        block_size,
+        max_seqs,
+        kv_dtype,
+        prefix_cache,
+        hash_of,
+        eviction,
+        from_the_end,
     ):
         windows = layers["windows"] if isinstance(layers["windows"], tuple) else (layers["windows"],) * 2
         self.listener = Listener()
         options = {"keep": keep, "max_seqs": max_seqs, "max_seq_len": 40 + block_size, "prefix_cache": prefix_cache}
         self.cache = pagedkv.PagedKVCache(
             *(len(windows), num_blocks, block_size),
-            **{"num_kv_heads": 1, "head_dim": 8} | layers,
+            **{"num_kv_heads": 1, "head_dim": 8, "kv_dtype": kv_dtype} | layers,
             **options,
             events=self.listener,
             hash_of=hash_of,
@@ -206,7 +219,7 @@ class GroupMachine(RuleBasedStateMachine):
         values = np.array([*self.contents(seq)][start:], np.float32)
         for layer in {*self.owner_of}:
             k = np.broadcast_to(values[:, None, None], (len(values), *self.cache.k_caches[layer].shape[2:])) * 8
-            self.cache.write(layer, k + layer, -k - layer, slots)
+            self.cache.write(layer, 127 * (k + layer), -127 * (k + layer), slots)
 
     # -- rules
     @rule(data=st.data(), salt=SALTS, tail=st.integers(0, 9), chunked=st.booleans(), committed=st.booleans())
@@ -445,7 +458,8 @@ class GroupMachine(RuleBasedStateMachine):
         """Hand out free blocks, whose contents are lost, and take them back in another order: groups trade them."""
         blocks = self.cache.pool.allocate(data.draw(st.integers(0, self.cache.num_free)))
         for layer in {*self.owner_of}:
-            self.cache.k_caches[layer][blocks] = self.cache.v_caches[layer][blocks] = POISON
+            for cache in self.cache._layer_caches.layers[layer]:
+                cache[blocks] = POISON
         order.shuffle(blocks)
         self.cache.pool.release(blocks)
 
@@ -486,10 +500,12 @@ class GroupMachine(RuleBasedStateMachine):
                 expected = of_groups[group, i][columns] * np.int64(size) + offsets
                 assert slots[group].tolist() == np.where(columns < first, -1, expected).tolist()
             for layer, (owner, group) in enumerate(zip(self.owner_of, self.group_of, strict=True)):
-                start, held = seq.first[group] * size, numbers[seq.first[group] * size :] * 8 + owner
-                for caches, expected in ((cache.k_caches, held), (cache.v_caches, -held)):
-                    rows = caches[layer].reshape(cache.pool.num_blocks * size, -1)[slots[group, start:]]
-                    assert (rows == expected[:, None]).all()
+                start, held = seq.first[group] * size, 127 * (numbers[seq.first[group] * size :] * 8 + owner)
+                arrays = cache._layer_caches.layers[layer]
+                for (caches, *scales), expected in ((arrays[::2], held), (arrays[1::2], -held)):
+                    at = np.divmod(slots[group, start:], size)
+                    rows = caches[at] * scales[0][at][..., None] if scales else caches[at]
+                    assert (rows == expected[:, None, None]).all()
 
 
 class LongGroupMachine(GroupMachine):

@@ -92,17 +92,22 @@ def test_kernels_of_a_gpu_read_them():
 @pytest.mark.parametrize("array_module", ["numpy", "torch"])
 @pytest.mark.parametrize(
     ("kv_dtype", "block_size", "shapes"),
-    [(None, 4, SHAPES["Gemma 4"]), (None, 4, SHAPES["padded"]), ("fp8_e5m2", 1, SHAPES["padded"])],
+    [
+        (None, 4, SHAPES["Gemma 4"]),
+        (None, 4, SHAPES["padded"]),
+        ("fp8_e5m2", 1, SHAPES["padded"]),
+        ("int8", 5, SHAPES["padded"]),
+    ],
 )
 def test_all_groups_share_the_bytes_of_a_block(array_module, kv_dtype, block_size, shapes):
     shapes = of_layers(shapes)
     options = {"dtype": "bfloat16", "kv_dtype": kv_dtype, "block_size": block_size}
     (cache, _), *_ = one_cache(shapes, array_module=array_module, **options)
     num_bytes = cache.stats().num_bytes // 200
-    first = min(view.__array_interface__["data"][0] for view in cache._layer_caches.views[0])
+    first = min(views[0].__array_interface__["data"][0] for views in cache._layer_caches.views)
     for group in cache.groups:
         end = first
-        for view in (caches[layer] for layer in group.layers for caches in cache._layer_caches.views):
+        for view in (view for layer in group.layers for view in cache._layer_caches.views[layer]):
             start = view.__array_interface__["data"][0]
             assert start % 16 == 0
             assert end <= start < end + 16

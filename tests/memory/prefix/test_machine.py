@@ -1,7 +1,8 @@
 """PagedKVCache with its prefix cache against a twin in plain Python, and the K and V that it hands out.
 
 The number stored as the K of a token stands for its sequence's salt and all its tokens up to itself, so a block that is
-shared by mistake is noticed wherever it is read. With hashes that collide the twin's do, too.
+shared by mistake is noticed wherever it is read: 127 times as much, which an int8 row and its scale hold exactly. With
+hashes that collide the twin's do, too.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pagedkv
+from pagedkv.calls import CACHES
 from pagedkv.errors import CapacityError, OutOfBlocksError
 from pagedkv.memory.prefix.digests import blake2b_128
 
@@ -40,13 +42,15 @@ class PrefixMachine(RuleBasedStateMachine):
         num_blocks=st.integers(3, 24),
         block_size=st.sampled_from([4, 3, 2, 1, 8]),
         max_seqs=st.sampled_from([6, 4, 9]),
+        kv_dtype=st.sampled_from([None, None, "int8"]),
         from_the_end=st.booleans(),
     )
-    def start(self, data, num_blocks, block_size, max_seqs, from_the_end):
+    def start(self, data, num_blocks, block_size, max_seqs, kv_dtype, from_the_end):
         hash_of = HASHES[data.draw(st.sampled_from(self.hashes))]
         self.router = Router()
         self.cache = pagedkv.PagedKVCache(
-            *(2, num_blocks, block_size, 1, 8), max_seqs=max_seqs, hash_of=hash_of, events=self.router
+            *(2, num_blocks, block_size, 1, 8),
+            **{"max_seqs": max_seqs, "hash_of": hash_of, "events": self.router, "kv_dtype": kv_dtype},
         )
         if from_the_end:
             last_block_first(self.cache.pool)
@@ -81,8 +85,8 @@ class PrefixMachine(RuleBasedStateMachine):
         assert (self.cache.pool.ref_counts[slots // self.cache.block_size] == 1).all()
         values = np.array([*self.contents(self.twin.seqs[name])][start:], np.float32)
         k = np.broadcast_to(values[:, None, None], (len(values), 1, 8)).copy()
-        for layer, (k_cache, v_cache) in enumerate(zip(self.cache.k_caches, self.cache.v_caches, strict=True)):
-            pagedkv.write_kv(k + layer, -k, k_cache, v_cache, slots)
+        for layer in range(2):
+            self.cache.write(layer, 127 * (k + layer), -127 * k, slots)
 
     @rule(data=st.data(), salt=SALTS, known=st.sampled_from([True, True, True, False]), tail=st.integers(0, 9))
     def add(self, data, salt, known, tail):
@@ -250,9 +254,12 @@ class PrefixMachine(RuleBasedStateMachine):
         for name, table, length in zip(names, batch.block_tables, batch.seq_lens.tolist(), strict=True):
             expected = [*self.contents(self.twin.seqs[name])]
             for layer in range(2):
-                k, v = pagedkv.gather_kv(self.cache.k_caches[layer], self.cache.v_caches[layer], table, length)
-                assert k[:, 0, 0].tolist() == [number + layer for number in expected]
-                assert v[:, 0, 7].tolist() == [-number for number in expected]
+                caches, stored = self.cache._layer(layer)
+                k, v = pagedkv.gather_kv(
+                    **dict(zip(CACHES, caches, strict=False)), block_table=table, seq_len=length, **stored
+                )
+                assert k[:, 0, 0].tolist() == [127 * (number + layer) for number in expected]
+                assert v[:, 0, 7].tolist() == [-127 * number for number in expected]
 
 
 class CollidingMachine(PrefixMachine):
