@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layouts import require_head_dim
+from ..layouts import FORMATS, require_head_dim
 from .error_rule import assert_close
 from .frameworks import Array, as_numpy, hand_over
 from .problems.attention import FLOATS, POISONS, Problem, Spec, build
@@ -20,7 +20,7 @@ from .problems.strategies import fade, specs_within
 from .search import search
 
 ARGUMENTS = ("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts")
-KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "layout", "kv_dtype", "score_mod", "return_lse")
+KNOWN = (*ARGUMENTS, *OPTIONS, "v_scale", "k_scales", "v_scales", "layout", "kv_dtype", "score_mod", "return_lse")
 # Head dimensions of each kind; few, because a kernel may be compiled for each of them.
 SOME_HEAD_DIMS = (64, 128, 40, 80, 96, 256)
 # Of the time that is left, for problems of one dtype, layout and head size: enough for a few in a slow function, and
@@ -143,7 +143,10 @@ def assert_matches_reference(
     layouts = layouts or (("NHD", "HND", "vllm") if "layout" in takes else ("NHD",))
     if dtypes is None:
         dtypes = tuple(FLOATS) if "kv_dtype" in takes else ("float32",)
-    forms = _forms(limits, layouts, dtypes, head_dims, "kv_dtype" in takes, "score_mod" in takes)
+    coded = [name for name in KV_DTYPES if FORMATS[name].coded and "kv_dtype" in takes]
+    if not {"k_scales", "v_scales"} <= takes:
+        coded = [name for name in coded if FORMATS[name].scale != "row"]
+    forms = _forms(limits, layouts, dtypes, head_dims, coded, "score_mod" in takes)
     if not forms:
         raise ValueError(
             "none of head_dims and block_sizes can be in any of layouts: vllm has heads of whole 16 bytes, and block "
@@ -182,11 +185,11 @@ def _forms(
     layouts: Sequence[str],
     dtypes: Sequence[str],
     head_dims: Sequence[int],
-    has_fp8: bool,
+    coded: Sequence[str],
     has_score_mod: bool,
 ) -> list[Limits]:
     """The limits to draw from in turn: each dtype in each layout, and each head size that a layout can have."""
-    kv_dtypes = [x for pair in zip_longest(dtypes, KV_DTYPES[3:] if has_fp8 else ()) for x in pair if x]
+    kv_dtypes = [x for pair in zip_longest(dtypes, coded) for x in pair if x]
     families = [names for names in (("vllm",), tuple(x for x in layouts if x != "vllm")) if {*names} & {*layouts}]
     forms: list[Limits] = []
     # The first ones differ as much as possible, in case there is no time for more.

@@ -8,10 +8,29 @@ DECODE_ORACLE, PREFILL_ORACLE = ORACLE + "[cpu-decode-float32-64]", ORACLE + "[c
 FP8_ORACLE = ORACLE + "[cpu-decode-fp8_e4m3-32]"
 DECODE, PREFILL = "[cpu-decode-NHD-float32-D64]", "[cpu-prefill-NHD-float32-D64]"
 EMPTY = ATTENTION + "test_lengths.py::test_empty_sequences_stand_between_others"
+INT8_ROWS = "tests/operations/test_caches.py::test_a_row_of_int8_has_its_largest_number_as_127"
 ALONE = "tests/cpu/attention/test_attention.py::"
 STEPS = "tests/cpu/attention/steps/test_attention.py"
 
 MUTANTS = [
+    Mutant(
+        "write_kv: int8 codes are cut off instead of rounded",
+        "np.rint(codes, out=codes)",
+        "np.trunc(codes, out=codes)",
+        INT8_ROWS,
+    ),
+    Mutant(
+        "write_kv: an int8 row with an infinity has an infinite scale",
+        "scales[np.isinf(scales)] = np.nan",
+        "pass",
+        INT8_ROWS,
+    ),
+    Mutant(
+        "write_kv: int8 codes of a denormal scale wrap around",
+        "np.clip(codes, -INT8_MAX, INT8_MAX, out=codes)",
+        "pass",
+        INT8_ROWS,
+    ),
     Mutant(
         "decode: queries of some heads read another head's keys",
         "head, position = (first_kv_head + h) * group_size + g, length - num_tokens + token",

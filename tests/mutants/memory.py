@@ -5,11 +5,18 @@ from .mutant import Mutant
 TABLE = "tests/memory/test_table.py::"
 GROUPS = "tests/memory/groups/test_cases.py::"
 TRANSACTION = "tests/memory/transactions/test_transaction.py::"
+COPIES = "tests/test_cache.py::test_append_copies_the_shared_block_in_every_layer"
 MACHINE = "tests/memory/test_manager_machine.py"
 PREFIX_MACHINE = "tests/memory/prefix/test_machine.py::TestPrefixMachine"
 POOL = "tests/memory/test_pool.py"
 
 MUTANTS = [
+    Mutant(
+        "copies: the scales of int8 rows stay behind",
+        "for stack in self.stacks:",
+        "for stack in self.stacks[:2]:",
+        COPIES + "[4096-float16-int8-NHD-numpy]",
+    ),
     Mutant(
         "pool: a block with two owners is written without a copy",
         "shared = pool._refs[blocks] > 1",

@@ -12,6 +12,12 @@ KEYS_DIFFER = WIRE + "test_keys_differ_with_all_that_k_and_v_depend_on"
 
 MUTANTS = [
     Mutant(
+        "wire: blocks of int8 rows are stored without their scales",
+        "for i, view in enumerate(views):\n                            part",
+        "for i, view in enumerate(views[:2]):\n                            part",
+        WIRE + "test_any_cache_reads_what_another_wrote[{'kv_dtype': 'int8'}-HND]",
+    ),
+    Mutant(
         "wire: a key does not name the salt", "self._sizes_of_root(salt)", "self._sizes_of_root(bytes(16))", KEYS_DIFFER
     ),
     Mutant(

@@ -318,6 +318,9 @@ def test_kv_bytes_of_a_model_on_the_command_line(tmp_path, capsys):
     assert main(["kv-bytes", "--config", str(tmp_path), "--kv-dtype", "fp8_e4m3", "--num-layers", "16"]) == 0
     assert "fp8_e4m3" in (out := capsys.readouterr().out)
     assert out.split()[-1] == "0.125"
+    assert main(["kv-bytes", "--config", str(tmp_path), "--kv-dtype", "int8", "--json"]) == 0
+    shape, _ = json.loads(capsys.readouterr().out)["rows"]
+    assert (shape["stored as"], shape["bytes of a token"]) == ("int8", 2**16 * 132 // 128)
 
 
 @pytest.mark.parametrize(
