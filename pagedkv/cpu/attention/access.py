@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .steps.code import BYTE, FLOAT, INT32, INT64, Code
+from .steps.code import BYTE, FLOAT, INT32, INT64, SHORT, Code
 
 
 def _scalar(element: Any, numba_type: Any) -> tuple[Any, Any]:
@@ -36,6 +36,7 @@ get_float, put_float = _scalar(FLOAT, types.float32)
 get_int32, put_int32 = _scalar(INT32, types.int32)
 get_int, put_int = _scalar(INT64, types.int64)
 get_byte, _ = _scalar(BYTE, types.uint8)
+_, put_short = _scalar(SHORT, types.int16)
 
 
 @intrinsic

@@ -10,13 +10,13 @@ import numpy.typing as npt
 from numba import float32, int32, int64, types
 
 from ...arrays import Array, address_of
-from ...calls import AttentionCall, mask_starts, per_head
+from ...calls import AttentionCall, Caches, mask_starts, per_head
 from ...layouts import FLOAT_DTYPES
 from ...visible import Visible
 from .steps.code import ELEMENT_BYTES
 from .steps.query_rows import Q_KINDS
 from .steps.widen import dim_places
-from .tiles import cache_strides
+from .tiles import cache_strides, scale_strides
 
 _KIND_OF_DTYPE = {dtype: Q_KINDS.index(dtype.name) for dtype in FLOAT_DTYPES}
 NO_HEADS = np.empty(0, np.float32)
@@ -25,7 +25,7 @@ SOFTCAP, VLLM = 4, 7
 
 
 class Inputs(NamedTuple):
-    """The addresses of q, K and V, and how their elements lie in memory.
+    """The addresses of q, K, V and the scales of rows, and how their elements lie in memory.
 
     Strides are plain tuples, since numba takes a microsecond to unbox a NamedTuple.
     """
@@ -38,6 +38,17 @@ class Inputs(NamedTuple):
     k_strides: tuple[int, ...]  # Strides
     v_strides: tuple[int, ...]
     block_size: int
+    # Of rows that have scales of their own; 0 otherwise.
+    k_scales: int = 0
+    v_scales: int = 0
+    k_scale_strides: tuple[int, ...] = (0, 0, 0)  # bytes from a block, a head and a token to the next one
+    v_scale_strides: tuple[int, ...] = (0, 0, 0)
+
+    def at(self, q: Array, caches: Caches) -> Inputs:
+        """The same of other arrays that are alike."""
+        k, v, *scales = map(address_of, caches)
+        inputs = self._replace(q=address_of(q), k=k, v=v)
+        return inputs._replace(k_scales=scales[0], v_scales=scales[1]) if scales else inputs
 
 
 class LogitOptions(NamedTuple):
@@ -70,7 +81,18 @@ _STRIDES = types.UniTuple(int64, 4)
 # The numba types of `counter`, `num_items`, Inputs and Arguments, with which the parameters of both kernels begin.
 FIRST_TYPES = (
     *(int64, int64),
-    types.NamedTuple([int64, int64, int64, types.UniTuple(int64, 2), int64, _STRIDES, _STRIDES, int64], Inputs),
+    types.NamedTuple(
+        [
+            *[int64] * 3,
+            types.UniTuple(int64, 2),
+            int64,
+            _STRIDES,
+            _STRIDES,
+            *[int64] * 3,
+            *[types.UniTuple(int64, 3)] * 2,
+        ],
+        Inputs,
+    ),
     *(int32[:, ::1], int32[::1], int64[::1]),
     types.NamedTuple([types.UniTuple(int64, len(Visible().scalars)), float32, *[int64] * 6], LogitOptions),
     *(float32[::1], float32[::1], float32[::1], types.Array(int64, 1, "C", readonly=True)),
@@ -84,8 +106,9 @@ def row_bytes_of(call: AttentionCall) -> int:
 
 def make_inputs(call: AttentionCall) -> Inputs:
     """The inputs of a call, whose arrays must outlive their addresses."""
-    k, v = (tuple(cache_strides(x.strides, call.spec.layout)) for x in (call.k_cache, call.v_cache))
-    return Inputs(
+    layout = call.spec.layout
+    k, v = (tuple(cache_strides(x.strides, layout)) for x in (call.k_cache, call.v_cache))
+    inputs = Inputs(
         address_of(call.q),
         address_of(call.k_cache),
         address_of(call.v_cache),
@@ -94,6 +117,14 @@ def make_inputs(call: AttentionCall) -> Inputs:
         k,
         v,
         call.spec.block_size,
+    )
+    if call.k_scales is None or call.v_scales is None:
+        return inputs
+    return inputs._replace(
+        k_scales=address_of(call.k_scales),
+        v_scales=address_of(call.v_scales),
+        k_scale_strides=scale_strides(call.k_scales.strides, layout),
+        v_scale_strides=scale_strides(call.v_scales.strides, layout),
     )
 
 

@@ -55,7 +55,7 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
     """The decode kernel of one TileConfig and score_mod."""
     walk, R = make_walk(config, score_mod, merges=False), config.group_rows
     tile_tokens = TILE if config.staged else 2 * STEP
-    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind))
+    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind), rounded=config.scaled)
 
     def decode(
         counter,
@@ -85,8 +85,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         group_size = num_heads // num_kv_heads
         groups = finished.shape[1]
         most_rows = heads_per_item * whole_groups(most_tokens * group_size, R)
-        memory = scratch_memory(most_rows, head_dim, tile_tokens)
-        scratch = scratch_at(address(memory), most_rows, head_dim, tile_tokens)
+        memory = scratch_memory(most_rows, heads_per_item, head_dim, tile_tokens)
+        scratch = scratch_at(address(memory), most_rows, heads_per_item, head_dim, tile_tokens)
         row_bytes, q_kind = scratch.row_bytes, inputs.q_kind
         out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
@@ -236,7 +236,7 @@ class DecodeLaunch(NamedTuple):
             self.kernel,
             self.splits.seq.size * groups,
             (
-                self.inputs._replace(q=address_of(q), k=address_of(caches[0]), v=address_of(caches[1])),
+                self.inputs.at(q, caches),
                 *self.arguments,
                 self.splits,
                 head_dim,

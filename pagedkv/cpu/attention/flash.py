@@ -18,11 +18,12 @@ from ..compile import device, helper, inlined
 from .access import get_byte, get_float, get_int, get_int32, put_float
 from .logits import make_modify
 from .scratch import NOTHING, ONE, ZERO, start_states
-from .steps.code import FLOAT_BYTES, INT_BYTES, STEP, TILE
+from .steps.code import FLOAT_BYTES, INT_BYTES, STEP, TILE, VALUE_STEP
 from .steps.softmax import make_merge_state, make_rescale, make_softmax
 from .steps.step_order import TilePass
 from .steps.tile_pass import PassConfig, groups_at_once, make_add_values, make_score_keys
-from .tiles import SCORES, TileConfig, make_stages, put_row_addresses
+from .steps.widen import widened_kind
+from .tiles import SCORES, TileConfig, gather_scales, make_stages, put_row_addresses
 
 SPLIT = 512  # tokens; a multiple of TILE
 
@@ -49,15 +50,17 @@ def make_walk(config: TileConfig, score_mod: Callable[..., Any] | None, *, merge
     `start` is the first token of a tile. For each tile it computes logits from the keys, weights from the logits, then
     the weighted sum of the values. If it `merges`, it merges states into the running ones at the end of each split.
     """
-    weigh = _make_weigh(config.group_rows, score_mod) if score_mod else _weigh_without_score_mod(config.group_rows)
+    make_weigh = _make_weigh if score_mod else _weigh_without_score_mod
+    weigh = make_weigh(config.group_rows, score_mod, config.scaled)
     return _staged_walk(config, weigh, merges) if config.staged else _walk_in_place(config, weigh)
 
 
 def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..., Any]:
     """The walk that reads rows where they lie in the caches, for several KV heads; it never merges."""
-    R = config.group_rows
+    R, scaled = config.group_rows, config.scaled
     pass_config = PassConfig(config.kind, R, config.whole, staged=False)
     score_keys, add_values = make_score_keys(pass_config), make_add_values(pass_config)
+    value_step = VALUE_STEP if scaled else STEP
 
     @inlined
     def walk(scratch, item, inputs, options, start, stop):
@@ -65,7 +68,8 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
         k_strides, v_strides, block_size, table = inputs.k_strides, inputs.v_strides, inputs.block_size, item.table
         heads, head_dim = item.kv_heads, item.head_dim
         run_steps = 1 if item.token_major else max(block_size // STEP, 1)
-        tile, tile_rows, groups = scratch.tile, scratch.tile_rows, item.head_rows // R
+        run_values = 1 if item.token_major else max(block_size // value_step, 1)
+        groups = item.head_rows // R
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         if start < stop:
             put_row_addresses(next_k, inputs.k, k_strides, table, block_size, start, max(start, item.first), stop)
@@ -73,14 +77,17 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             k_rows, next_k = next_k, k_rows
             put_row_addresses(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             count, after = min(TILE, stop - start), start + TILE
+            if scaled:
+                put_scales(scratch, item, inputs, start, stop)
             keys = TilePass(
                 rows=k_rows, offset=k_offset, head_stride=k_strides[1],
                 next_rows=v_rows, next_offset=v_offset, next_head_stride=v_strides[1],
                 count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_steps,
-                tile=tile, tile_rows=tile_rows,
+                tile=scratch.tile, tile_rows=scratch.tile_rows,
+                key_factors=scratch.k_scales, row_factors=scratch.row_factors,
             )  # fmt: skip
             score_keys(scratch.scores, scratch.queries, keys)
-            weigh(scratch, 0, heads * item.head_rows, start, count, options, item.seq)
+            weigh(scratch, 0, heads * item.head_rows, item.head_rows, start, count, options, item.seq)
             later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
             if after < stop:
                 put_row_addresses(next_k, inputs.k, k_strides, table, block_size, after, after, stop)
@@ -88,8 +95,9 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             values = TilePass(
                 rows=v_rows, offset=v_offset, head_stride=v_strides[1],
                 next_rows=later, next_offset=later_offset, next_head_stride=later_stride,
-                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_steps,
-                tile=tile, tile_rows=tile_rows,
+                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_values,
+                tile=scratch.v_tile, tile_rows=scratch.v_tile_rows,
+                key_factors=0, row_factors=0,
             )  # fmt: skip
             add_values(scratch.acc, scratch.scores, values)
             start = after
@@ -104,8 +112,8 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
     have taken the values, a share of the next tile's keys: all of them at once would fill the processor's miss buffers.
     It skips groups that see nothing of a tile, and tokens behind the last one that a group sees.
     """
-    R = config.group_rows
-    pass_config = PassConfig("float32", R, whole=True, staged=True)
+    R, scaled = config.group_rows, config.scaled
+    pass_config = PassConfig(widened_kind(config.kind), R, whole=True, staged=True)
     score_keys, add_values = make_score_keys(pass_config), make_add_values(pass_config)
     at_once = groups_at_once(pass_config)
     stage_keys, stage_values = make_stages(config)
@@ -122,6 +130,8 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
             stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, 0, count, places)
         while start < stop:
             count, after = min(TILE, stop - start), start + TILE
+            if scaled:
+                put_scales(scratch, item, inputs, start, stop)
             begin, end = seen_groups(scratch, item.head_rows // R, R, start)
             turns = (end - begin + at_once - 1) // at_once
             share = (TILE // STEP + turns - 1) // turns * STEP
@@ -130,10 +140,11 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
                 first, until = turn * share, min(turn * share + share, count)
                 row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
-                keys = staged_pass(scratch.tile_rows, seen, groups, head_dim)
+                row_factors = scratch.row_factors + row * FLOAT_BYTES
+                keys = staged_pass(scratch.tile_rows, seen, groups, head_dim, scratch.k_scales, row_factors)
                 score_keys(scratch.scores + row * SCORES, scratch.queries + row * row_bytes, keys)
                 stage_values(v_tile, row_bytes, rows, v_offset, v_strides[3], head_dim, first, until, places)
-            weigh(scratch, begin * R, end * R, start, count, options, item.seq)
+            weigh(scratch, begin * R, end * R, item.head_rows, start, count, options, item.seq)
             left = max(np.int64(0), min(TILE, stop - after))
             if left > 0:
                 put_row_addresses(rows, inputs.k, k_strides, table, block_size, after, after, stop)
@@ -141,7 +152,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
                 first, until = turn * share, min(turn * share + share, left)
                 row, groups = (begin + turn * at_once) * R, min(at_once, end - begin - turn * at_once)
                 seen = seen_tokens(scratch, row + groups * R - 1, start, count)
-                values = staged_pass(scratch.v_tile_rows, seen, groups, head_dim)
+                values = staged_pass(scratch.v_tile_rows, seen, groups, head_dim, 0, 0)
                 add_values(scratch.acc + row * row_bytes, scratch.scores + row * SCORES, values)
                 stage_keys(tile, row_bytes, rows, k_offset, k_strides[3], head_dim, first, until, places)
             if merges and (after >= stop or after % SPLIT == 0):
@@ -152,13 +163,27 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
 
 
 @helper
-def staged_pass(tile_rows, count, num_groups, head_dim):
+def put_scales(scratch, item, inputs, start, stop):
+    """Gather the scales of the tile at `start`, up to `stop`, for the work item's KV heads."""
+    first = max(start, item.first)
+    gather_scales(
+        scratch.k_scales, inputs.k_scales, inputs.k_scale_strides, item.table, inputs.block_size, start, first, stop,
+        item.first_kv_head, item.kv_heads,
+    )  # fmt: skip
+    gather_scales(
+        scratch.v_scales, inputs.v_scales, inputs.v_scale_strides, item.table, inputs.block_size, start, first, stop,
+        item.first_kv_head, item.kv_heads,
+    )  # fmt: skip
+
+
+@helper
+def staged_pass(tile_rows, count, num_groups, head_dim, key_factors, row_factors):
     """A pass over the first `count` rows of a staged tile: those of one head, with nothing to prefetch or to widen."""
     return TilePass(
         rows=tile_rows, offset=0, head_stride=0,
         next_rows=0, next_offset=0, next_head_stride=0,
         count=count, num_heads=1, num_groups=num_groups, head_dim=head_dim, run_steps=1,
-        tile=0, tile_rows=0,
+        tile=0, tile_rows=0, key_factors=key_factors, row_factors=row_factors,
     )  # fmt: skip
 
 
@@ -189,22 +214,16 @@ def hide(scores, stride, count, scratch, row, first, options):
             put_float(scores + t * stride, NOTHING)
 
 
-@lru_cache(maxsize=4)
-def _weigh_without_score_mod(R: int) -> Callable[..., Any]:
-    """The `weigh` that all kernels without a score_mod share, so that numba compiles it once for a process."""
-    return _make_weigh(R, None)
-
-
-def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
+def _make_weigh(R: int, score_mod: Callable[..., Any] | None, scaled: bool) -> Callable[..., Any]:
     """The device function that turns the logits of some rows with a tile into weights, and rescales their sums.
 
-    The tile has `count` keys, the first one at position `first`.
+    The tile has `count` keys, the first one at position `first`, and KV heads have `head_rows` rows each.
     """
     modify, modified = make_modify(score_mod), score_mod is not None
-    softmax, masked_softmax = make_softmax(R, masked=False), make_softmax(R, masked=True)
+    softmax, masked_softmax = (make_softmax(R, masked=masked, rounded=scaled) for masked in (False, True))
 
-    @device((R, score_mod))
-    def weigh(scratch, begin, end, first, count, options, seq):
+    @device((R, score_mod, scaled))
+    def weigh(scratch, begin, end, head_rows, first, count, options, seq):
         softcap, slopes = options.softcap, options.slopes
         if modified or softcap != ZERO or slopes != 0:
             for r in range(begin, end):
@@ -230,16 +249,21 @@ def _make_weigh(R: int, score_mod: Callable[..., Any] | None) -> Callable[..., A
             scores, state = scratch.scores + r * SCORES, r * FLOAT_BYTES
             maximum, total, factor = scratch.maximum + state, scratch.sum + state, scratch.rescale + state
             starts, stops = scratch.starts + state, scratch.stops + state
+            v_scales = scratch.v_scales + r // head_rows * SCORES
             if masked:
-                masked_softmax(scores, maximum, total, factor, starts, stops, first)
+                masked_softmax(scores, maximum, total, factor, starts, stops, first, v_scales)
             else:
-                softmax(scores, maximum, total, factor, starts, stops, first)
+                softmax(scores, maximum, total, factor, starts, stops, first, v_scales)
             for row in range(r, r + R):
                 factor, acc = scratch.rescale + row * FLOAT_BYTES, scratch.acc + row * scratch.row_bytes
                 if get_float(factor) != ONE:
                     _rescale(acc, acc, factor, scratch.num_vectors)
 
     return weigh
+
+
+# The one that all kernels without a score_mod share, so that numba compiles it once for a process.
+_weigh_without_score_mod = lru_cache(maxsize=4)(_make_weigh)
 
 
 @helper

@@ -48,7 +48,7 @@ DIM_NS = 0.08  # about how many ns one thread takes for each dim of a logit and 
 def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Callable[..., Any]:
     """The prefill kernel of one TileConfig and score_mod."""
     walk = make_walk(config, score_mod, merges=True)
-    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind))
+    put_query, finish_row = make_query_rows(even_odd=is_shuffled(config.kind), rounded=config.scaled)
 
     def prefill(
         counter,
@@ -71,8 +71,8 @@ def _make_kernel(config: TileConfig, score_mod: Callable[..., Any] | None) -> Ca
         num_heads = factors.size
         group_size = num_heads // v_scale.size
         most_rows = whole_groups(tokens_per_item * group_size, GROUP_ROWS)
-        memory = scratch_memory(most_rows, head_dim, TILE)
-        scratch = scratch_at(address(memory), most_rows, head_dim, TILE)
+        memory = scratch_memory(most_rows, 1, head_dim, TILE)
+        scratch = scratch_at(address(memory), most_rows, 1, head_dim, TILE)
         q_kind = inputs.q_kind
         out_bytes = head_dim * (4 if q_kind == 0 else 2)
 
@@ -156,7 +156,7 @@ class PrefillLaunch(NamedTuple):
             self.kernel,
             self.chunks.seq.size * len(self.arguments.v_scale),
             (
-                self.inputs._replace(q=address_of(q), k=address_of(caches[0]), v=address_of(caches[1])),
+                self.inputs.at(q, caches),
                 *self.arguments,
                 self.chunks,
                 q.shape[2],

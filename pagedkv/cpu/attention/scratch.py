@@ -14,7 +14,7 @@ import numpy as np
 from ..compile import device, helper
 from .access import get_float, get_int, get_int32, put_float, put_int, put_int32
 from .steps.code import CACHE_LINE, FLOAT_BYTES, INT_BYTES, LANES
-from .steps.query_rows import make_load_query, make_store_result
+from .steps.query_rows import make_load_query, make_round_query, make_store_result
 from .steps.softmax import make_clear
 from .tiles import ROWS_BYTES, SCORES, address, vectors_of
 
@@ -37,7 +37,9 @@ class Scratch(NamedTuple):
     tile_rows: Any  # int64 (TILE,) those of `tile`
     v_tile_rows: Any  # int64 (TILE,) those of `v_tile`
     tile: Any  # float32 (tile_tokens, places) widened keys, or the rows of two steps
-    v_tile: Any  # float32 (tile_tokens, places) widened values
+    v_tile: Any  # float32 (tile_tokens, places) widened values, or the pairs of a step
+    k_scales: Any  # float32 (KV heads, TILE) of rows that have them
+    v_scales: Any  # float32 (KV heads, TILE)
     queries: Any  # float32 (groups, places / 4, R, 4)
     acc: Any  # float32 (rows, places)
     running: Any  # float32 (rows, places) the sums of the splits merged so far
@@ -47,6 +49,7 @@ class Scratch(NamedTuple):
     running_maximum: Any  # float32 (rows,)
     running_sum: Any  # float32 (rows,)
     rescale: Any  # float32 (rows,) by which this tile rescales the accumulator
+    row_factors: Any  # float32 (rows,) by which whole numbers of queries are multiplied
     starts: Any  # int32 (rows,) the first position that a row sees
     stops: Any  # int32 (rows,) the one after the last
     position: Any  # int64 (rows,) the token's position in its sequence
@@ -57,23 +60,25 @@ class Scratch(NamedTuple):
 
 
 @helper
-def scratch_memory(num_rows, head_dim, tile_tokens):
+def scratch_memory(num_rows, kv_heads, head_dim, tile_tokens):
     """Memory for a Scratch, aligned to a cache line: a vector load that crosses a line costs two."""
     row_bytes = vectors_of(head_dim) * LANES * FLOAT_BYTES
-    size = 5 * ROWS_BYTES + 2 * tile_tokens * row_bytes
-    size += num_rows * (3 * row_bytes + SCORES + 7 * FLOAT_BYTES + 3 * INT_BYTES) + CACHE_LINE
+    size = 5 * ROWS_BYTES + 2 * tile_tokens * row_bytes + 2 * kv_heads * SCORES
+    size += num_rows * (3 * row_bytes + SCORES + 8 * FLOAT_BYTES + 3 * INT_BYTES) + CACHE_LINE
     memory = np.zeros((size + CACHE_LINE) // FLOAT_BYTES, np.float32)
     return memory[-address(memory) % CACHE_LINE // FLOAT_BYTES :]
 
 
 @helper
-def scratch_at(memory, num_rows, head_dim, tile_tokens):
+def scratch_at(memory, num_rows, kv_heads, head_dim, tile_tokens):
     """Lay out a Scratch at the address of its memory, which must outlive it."""
     num_vectors = vectors_of(head_dim)
     row_bytes = num_vectors * LANES * FLOAT_BYTES
     tile = memory + 5 * ROWS_BYTES
     v_tile = tile + tile_tokens * row_bytes
-    queries = v_tile + tile_tokens * row_bytes
+    k_scales = v_tile + tile_tokens * row_bytes
+    v_scales = k_scales + kv_heads * SCORES
+    queries = v_scales + kv_heads * SCORES
     acc = queries + num_rows * row_bytes
     running = acc + num_rows * row_bytes
     scores = running + num_rows * row_bytes
@@ -88,9 +93,9 @@ def scratch_at(memory, num_rows, head_dim, tile_tokens):
         put_int(v_tile_rows + t * INT_BYTES, v_tile + t * row_bytes)
     return Scratch(
         memory, memory + ROWS_BYTES, memory + 2 * ROWS_BYTES, tile_rows, v_tile_rows, tile, v_tile,
-        queries, acc, running, scores,
-        maximum, maximum + each, maximum + 2 * each, maximum + 3 * each, maximum + 4 * each,
-        maximum + 5 * each, maximum + 6 * each, position, head, mask, num_vectors, row_bytes,
+        k_scales, v_scales, queries, acc, running, scores,
+        maximum, maximum + each, maximum + 2 * each, maximum + 3 * each, maximum + 4 * each, maximum + 5 * each,
+        maximum + 6 * each, maximum + 7 * each, position, head, mask, num_vectors, row_bytes,
     )  # fmt: skip
 
 
@@ -138,13 +143,14 @@ def start_running(scratch, row, sink):
     _clear(scratch.running + row * scratch.row_bytes, scratch.num_vectors)
 
 
-@lru_cache(maxsize=2)
-def make_query_rows(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+@lru_cache(maxsize=3)
+def make_query_rows(*, even_odd: bool, rounded: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The device functions `put_query` and `finish_row`, for dims in order or with even ones before odd ones.
 
-    All kernels share them, so that numba compiles them once for a process.
+    Queries may be `rounded` to int16. All kernels share them, so that numba compiles them once for a process.
     """
     load_query, store_result = make_load_query(even_odd=even_odd), make_store_result(even_odd=even_odd)
+    round_query = make_round_query()
 
     @device(even_odd)
     def put_query(scratch, row, group_rows, query, q_kind, factor, head_dim, places):
@@ -152,6 +158,14 @@ def make_query_rows(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[...
         group, r = row // group_rows, row % group_rows
         target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
         load_query(target, group_rows, query, q_kind, factor, head_dim, places)
+
+    @device(even_odd)
+    def put_rounded(scratch, row, group_rows, query, q_kind, factor, head_dim, places):
+        """Round a query to int16 into its place among the rows of its group."""
+        group, r = row // group_rows, row % group_rows
+        target = scratch.queries + group * group_rows * scratch.row_bytes + r * 4 * FLOAT_BYTES
+        row_factor = scratch.row_factors + row * FLOAT_BYTES
+        round_query(target, group_rows, query, q_kind, factor, head_dim, row_factor)
 
     @device(even_odd)
     def finish_row(out, q_kind, scratch, row, v_scale, head_dim, places):
@@ -165,4 +179,4 @@ def make_query_rows(*, even_odd: bool) -> tuple[Callable[..., Any], Callable[...
         maximum = get_float(scratch.running_maximum + row * FLOAT_BYTES)
         return np.float32((maximum if maximum > NOTHING else ZERO) + np.float32(np.log(total)))
 
-    return put_query, finish_row
+    return put_rounded if rounded else put_query, finish_row

@@ -2,7 +2,7 @@
 
 A kernel turns token positions into the addresses of their rows (`put_row_addresses`). Decode reads rows where they lie
 (`steps.tile_pass`); prefill, and both kernels in layout vllm, widen a tile of them first (`make_stages`), in the order
-of `steps.widen.dim_order`. Addresses and strides are in bytes.
+of `steps.widen.dim_order`. Addresses and strides are in bytes. Of int8 rows the scales of a tile are gathered, too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...layouts import CacheSpec
+from ...layouts import FORMATS, CacheSpec
 from ..compile import device, helper
-from .access import get_int, get_int32, put_float, put_int
+from .access import get_byte, get_float, get_int, get_int32, put_float, put_int, put_short
 from .steps.code import ELEMENT_BYTES, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
-from .steps.widen import CHUNK_DIMS, is_shuffled, make_load, make_widen, make_widen_piece
+from .steps.widen import (
+    CHUNK_DIMS,
+    PAIR,
+    is_shuffled,
+    make_load,
+    make_widen,
+    make_widen_pairs,
+    make_widen_piece,
+    wide_bytes,
+)
 
 TABLE_BYTES = 4
 ROWS_BYTES = INT_BYTES * TILE
@@ -31,6 +40,11 @@ class TileConfig(NamedTuple):
     staged: bool  # tiles are widened before their steps
     whole: bool  # the dims of a row are whole chunks; False where it makes no difference
     group_rows: int  # query rows that share a vector
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales of their own."""
+        return FORMATS[self.kind].scale == "row"
 
 
 class Strides(NamedTuple):
@@ -56,6 +70,11 @@ def cache_strides(strides: tuple[int, ...], layout: str) -> Strides:
     if layout == "HND":
         return Strides(strides[0], strides[1], strides[2], 0)
     return Strides(strides[0], strides[1], strides[3], strides[2])
+
+
+def scale_strides(strides: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    """Bytes from the scale of a block, of a head and of a token to the next one's."""
+    return (strides[0], strides[2], strides[1]) if layout == "NHD" else (strides[0], strides[1], strides[2])
 
 
 @helper
@@ -94,13 +113,35 @@ def put_row_addresses(rows, base, strides, table, block_size, start, first, stop
         put_int(rows + t * INT_BYTES, get_int(rows + (first - start) * INT_BYTES))
 
 
+@helper
+def gather_scales(target, base, strides, table, block_size, start, first, stop, first_head, heads):
+    """Store target[h, t] = the scale of token start + t in head first_head + h; only those of first .. stop."""
+    logical, stop = first // block_size, min(stop, start + TILE)
+    offset = first - logical * block_size
+    while first < stop:
+        count = min(block_size - offset, stop - first)
+        block = np.int64(get_int32(table + logical * TABLE_BYTES))
+        source = base + block * strides[0] + first_head * strides[1] + offset * strides[2]
+        to = target + (first - start) * FLOAT_BYTES
+        for _ in range(heads):
+            for t in range(count):
+                put_float(to + t * FLOAT_BYTES, get_float(source + t * strides[2]))
+            source += strides[1]
+            to += TILE * FLOAT_BYTES
+        first += count
+        offset = 0
+        logical += 1
+
+
 def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The functions that widen the rows first .. stop of keys and of values into a tile.
 
     Both take (tile, row_bytes, rows, offset, inner, head_dim, first, stop, places). `first` is a multiple of STEP.
+    Values of int8 become pairs of tokens, a row for two of them.
     """
-    kind, item = config.kind, ELEMENT_BYTES[config.kind]
+    kind, item, wide = config.kind, ELEMENT_BYTES[config.kind], wide_bytes(config.kind)
     widen, widen_piece, load = make_widen(kind), make_widen_piece(kind), make_load(kind)
+    widen_pairs = make_widen_pairs()
     piece_dims, chunk_dims = 16 // item, CHUNK_DIMS[kind]
     shuffled = is_shuffled(kind)
 
@@ -118,7 +159,7 @@ def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., A
                 place, stride = dim - dim % chunk_dims + dim % chunk_dims // piece_dims * 4, LANES
             for t in range(first, stop):
                 at = get_int(rows + t * INT_BYTES) + offset + dim // piece_dims * inner
-                widen_piece(tile + t * row_bytes + place * FLOAT_BYTES, stride * FLOAT_BYTES, at)
+                widen_piece(tile + t * row_bytes + place * wide, stride * wide, at)
 
     @device(config)
     def stage_vllm_values(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
@@ -127,4 +168,20 @@ def make_stages(config: TileConfig) -> tuple[Callable[..., Any], Callable[..., A
             for t in range(first, stop):
                 put_float(place + t * row_bytes, load(get_int(rows + t * INT_BYTES) + offset + dim * inner))
 
+    @device(config)
+    def stage_pairs(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
+        for t in range(first, stop, STEP):
+            widen_pairs(tile + t // 2 * row_bytes, row_bytes, rows + t * INT_BYTES, offset, head_dim)
+
+    @device(config)
+    def stage_vllm_pairs(tile, row_bytes, rows, offset, inner, head_dim, first, stop, places):
+        for dim in range(head_dim):
+            place = tile + get_int(places + dim * INT_BYTES) * FLOAT_BYTES
+            for t in range(first, stop):
+                row, half = t // STEP * PAIR + t % PAIR, t // PAIR % 2
+                code = np.int8(get_byte(get_int(rows + t * INT_BYTES) + offset + dim * inner))
+                put_short(place + row * row_bytes + half * 2, np.int16(code))
+
+    if config.scaled:
+        return (stage_vllm_keys, stage_vllm_pairs) if config.vllm else (stage_rows, stage_pairs)
     return (stage_vllm_keys, stage_vllm_values) if config.vllm else (stage_rows, stage_rows)

@@ -26,14 +26,17 @@ BYTE, SHORT, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.In
 HALF, FLOAT = ir.HalfType(), ir.FloatType()
 TILE = 64  # tokens whose softmax is taken at once
 STEP = 8  # tokens whose rows are taken at once
+VALUE_STEP = 16  # tokens of int8 values that share the factor of their weights
 LANES = 16  # float32 in a vector
 FLOAT_BYTES = 4
 INT_BYTES = 8
 CACHE_LINE = 64
 
-ELEMENT_BYTES = {name: kv_format.stored.itemsize for name, kv_format in FORMATS.items()}
+ELEMENT_BYTES = {name: kv_format.stored.itemsize for name, kv_format in FORMATS.items()} | {"int16": 2}
 LOG2E = 1.4426950408889634
 ROUNDER = 1.5 * 2**23  # x + ROUNDER is an integer for |x| < 2**22
+LARGEST_SHORT = 32767
+LEAST = 2.0**-110  # of what is rounded to int16 against its largest: LARGEST_SHORT / LEAST is finite
 LN2_HIGH = 0.693359375  # ln 2 in two parts, so that n * LN2_HIGH is exact (Cody and Waite)
 LN2_LOW = -2.12194440054690583e-4
 EXP_POLYNOMIAL = (  # exp(r) on |r| <= ln(2) / 2, highest power first (Cephes expf)
@@ -186,6 +189,52 @@ class Code:
     def larger(self, x: Value, y: Value) -> Value:
         """The larger one, lane by lane; y where one of them is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", x, y), x, y)
+
+    def add_products(self, x: Value, y: Value, sums: Value) -> Value:
+        """Multiply the two int16 in each int32 of x by those of y, and add both products to an int32 of `sums`.
+
+        All sums are exact, so any instructions give the same bits. LLVM makes one of VNNI of the product and the sum.
+        """
+        builder, lanes = self.builder, x.type.count
+        at_once = 16 if _has("avx512bw") else 8 if _has("avx2") else 0
+        halves = [builder.bitcast(value, vector(2 * lanes, SHORT)) for value in (x, y)]
+        if not at_once:
+            products = builder.mul(*(builder.sext(half, vector(2 * lanes, INT32)) for half in halves))
+            pairs = [self.shuffle(products, range(first, 2 * lanes, 2)) for first in (0, 1)]
+            return builder.add(sums, builder.add(*pairs))
+        at_once = min(at_once, lanes)
+        name = {4: "sse2.pmadd.wd", 8: "avx2.pmadd.wd", 16: "avx512.pmaddw.d.512"}[at_once]
+        parts = [
+            self.call(
+                f"llvm.x86.{name}",
+                vector(at_once, INT32),
+                [self.shuffle(half, range(2 * first, 2 * (first + at_once))) for half in halves],
+            )
+            for first in range(0, lanes, at_once)
+        ]
+        return builder.add(sums, self.joined(parts))
+
+    def magnitudes(self, x: Value) -> Value:
+        """The bits of |x| as int32, which are larger for a larger number, and largest for NaN."""
+        lanes = x.type.count
+        bits = self.builder.bitcast(x, vector(lanes, INT32))
+        return self.builder.and_(bits, self.constant(0x7FFFFFFF, lanes, INT32))
+
+    def shares(self, largest: Value) -> tuple[Value, Value]:
+        """What numbers are multiplied by to become int16, and what int16 are multiplied by, by magnitudes.
+
+        Of numbers that are not finite the second one is NaN or infinite.
+        """
+        builder, lanes = self.builder, largest.type.count
+        least = builder.bitcast(self.constant(LEAST, lanes), largest.type)
+        most = builder.bitcast(self.greater(largest, least), vector(lanes))
+        number = self.constant(LARGEST_SHORT, lanes)
+        return builder.fdiv(number, most), builder.fdiv(most, number)
+
+    def shorts(self, x: Value) -> Value:
+        """x rounded to int16, to nearest even, in the lower halves of int32; the upper halves are anything."""
+        rounded = self.builder.fadd(x, self.constant(ROUNDER, x.type.count))
+        return self.builder.bitcast(rounded, vector(x.type.count, INT32))
 
     def halve(self, x: Value, combine: Callable[[Value, Value], Value], lanes: int) -> Value:
         """Combine the lower and the upper half of x until `lanes` lanes are left."""

@@ -7,30 +7,61 @@ sums s0 .. s7, each over every eighth place of the rows in ascending order, adde
 
     queries   (groups, places / 4, R, 4)
     scores    (groups, TILE, R)
+
+Queries and keys of int16 (`widen`) are read as int32 that hold two dims each, and so are their places. Their sums are
+whole numbers, exact in any order: 512 products of at most 32767 * 128 fit int32. A score is then the float32 of the
+sum, times the product of its row's factor and its key's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
-from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, LANES, STEP, TILE, Code, Value, num_accumulators, vector
+from .code import (
+    ELEMENT_BYTES,
+    FLOAT,
+    FLOAT_BYTES,
+    INT32,
+    INT64,
+    LANES,
+    STEP,
+    TILE,
+    Code,
+    Value,
+    num_accumulators,
+    vector,
+)
 from .step_order import RowAddresses, RowsToPrefetch, prefetch_turn
-from .widen import CHUNK_DIMS, RowsToWiden, widen_chunk
+from .widen import CHUNK_DIMS, INTEGERS, RowsToWiden, chunk_vectors, widen_chunk
 
 PARTS = 8  # sums of a dot product
 
 
-def passes_of(num_groups: int) -> int:
+class ScoreFactors(NamedTuple):
+    """What sums of whole numbers are multiplied by."""
+
+    keys: Value  # the address of the factors of a step's keys
+    rows: Value  # the address of those of the query rows
+
+
+def parts_of(kind: str, group_rows: int) -> int:
+    """The sums of a dot product: as many as fill a vector if they are whole numbers, whose order is free."""
+    return LANES // group_rows if kind in INTEGERS else PARTS
+
+
+def passes_of(kind: str, num_groups: int) -> int:
     """How often a step reads its keys: with many groups, once for each half of a dot product's sums.
 
     Then the sums of more groups stay in registers, and each load serves more multiply-adds.
     """
-    return 2 if num_groups > 2 else 1
+    return 2 if num_groups > 2 and kind not in INTEGERS else 1
 
 
-def keys_at_once(num_groups: int, group_rows: int) -> int:
+def keys_at_once(kind: str, num_groups: int, group_rows: int) -> int:
     """Keys of a step whose sums with some groups stay in registers."""
-    parts = PARTS // passes_of(num_groups)
+    parts = parts_of(kind, group_rows) // passes_of(kind, num_groups)
     return min(STEP, num_accumulators() * LANES // (parts * group_rows * num_groups))
 
 
@@ -41,8 +72,10 @@ def dot_products(
     group_rows: int,
     scores: Value,
     queries: Value,
+    query_stride: Value,
     keys: RowAddresses,
     num_vectors: Value,
+    factors: ScoreFactors | None,
     to_prefetch: RowsToPrefetch | None,
     to_widen: RowsToWiden | None,
 ) -> None:
@@ -51,16 +84,17 @@ def dot_products(
     Keys are widened in registers. Between the arithmetic, prefetch the rows of a later step, a few lines at a time,
     since all of them at once would fill the processor's miss buffers, and widen the rows of the next one.
     """
-    builder = code.builder
-    places, at_once = 4 if group_rows > 1 else PARTS, keys_at_once(num_groups, group_rows)
-    lanes, chains, chunk = places * group_rows, PARTS // places, CHUNK_DIMS[kind]
-    together = chains // passes_of(num_groups)
-    groups = code.rows(queries, code.times(num_vectors, LANES * group_rows * FLOAT_BYTES), num_groups)
+    builder, parts_of_row = code.builder, parts_of(kind, group_rows)
+    places, at_once = 4 if group_rows > 1 else parts_of_row, keys_at_once(kind, num_groups, group_rows)
+    lanes, chains, chunk = places * group_rows, parts_of_row // places, chunk_vectors(kind) * LANES
+    together = chains // passes_of(kind, num_groups)
+    element, zero, multiply_add = (INT32, 0, code.add_products) if factors else (FLOAT, 0.0, code.fma)
+    groups = code.rows(queries, query_stride, num_groups)
 
     def parts(address: Value) -> list[Value]:
         """A chunk of a key, as vectors of `places`."""
-        if kind == "float32":
-            return [code.load(address, vector(places), n * FLOAT_BYTES) for n in range(0, chunk, places)]
+        if kind in ("float32", "int16"):
+            return [code.load(address, vector(places, element), n * FLOAT_BYTES) for n in range(0, chunk, places)]
         widened = widen_chunk(code, kind, address)
         return [code.shuffle(x, range(n, n + places)) for x in widened for n in range(0, LANES, places)]
 
@@ -72,41 +106,47 @@ def dot_products(
         def turn(chain: int, i: Value, sums: list[Value]) -> list[Value]:
             """Add the products of a chunk that belong to the chains from `chain` on."""
             if to_prefetch is not None:
-                prefetch_turn(code, to_prefetch, first, at_once, i, chunk)
+                prefetch_turn(code, to_prefetch, first, at_once, i, CHUNK_DIMS[kind])
             if to_widen is not None and chain == 0:
                 to_widen.widen(code, first, at_once, i)
-            of_key = code.times(i, chunk * ELEMENT_BYTES[kind])
+            of_key = code.times(i, CHUNK_DIMS[kind] * ELEMENT_BYTES[kind])
             at = [builder.add(q, code.times(i, chunk * group_rows * FLOAT_BYTES)) for q in groups]
             own = [n for n in range(chunk // places) if chain <= n % chains < chain + together]
-            q = {n: [code.load(x, vector(lanes), n * lanes * FLOAT_BYTES) for x in at] for n in own}
+            q = {n: [code.load(x, vector(lanes, element), n * lanes * FLOAT_BYTES) for x in at] for n in own}
             for t, address in enumerate(addresses):
                 found = parts(builder.add(address, of_key))
                 for n in own:
                     repeated = code.repeat(found[n], lanes)
                     for g in range(num_groups):
                         mine = (g * at_once + t) * together + n % together
-                        sums[mine] = code.fma(q[n][g], repeated, sums[mine])
+                        sums[mine] = multiply_add(q[n][g], repeated, sums[mine])
             return sums
 
-        turns = builder.sdiv(num_vectors, INT64(chunk // LANES))
-        zeros = [code.constant(0.0, lanes)] * (num_groups * at_once * together)
+        turns = builder.sdiv(num_vectors, INT64(chunk_vectors(kind)))
+        zeros = [code.constant(zero, lanes, element)] * (num_groups * at_once * together)
         passes = [code.loop(turns, zeros, partial(turn, chain)) for chain in range(0, chains, together)]
         sums = [x for of_sum in zip(*passes, strict=True) for x in of_sum]
         for g in range(num_groups):
-            totals = _totals(code, sums[g * at_once * chains : (g + 1) * at_once * chains], chains, group_rows)
+            add = builder.add if factors else builder.fadd
+            totals = _totals(code, add, sums[g * at_once * chains : (g + 1) * at_once * chains], chains, group_rows)
+            if factors is not None:
+                of_group = code.load(factors.rows, vector(group_rows), g * group_rows * FLOAT_BYTES)
+                of_keys = code.load(builder.add(factors.keys, code.times(first, FLOAT_BYTES)), vector(at_once))
+                spread = code.shuffle(of_keys, [t for t in range(at_once) for _ in range(group_rows)])
+                by = builder.fmul(code.repeat(of_group, group_rows * at_once), spread)
+                totals = builder.fmul(builder.sitofp(totals, by.type), by)
             place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))
             code.store(totals, place, g * TILE * group_rows * FLOAT_BYTES)
 
     code.repeatedly(INT64(STEP // at_once), some_keys)
 
 
-def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Value:
+def _totals(code: Code, add: Callable[[Value, Value], Value], sums: list[Value], chains: int, group_rows: int) -> Value:
     """The dot products of all keys and rows of a group, as one vector."""
-    add = code.builder.fadd
     fours = (
         [add(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
         if chains > 1
-        else [code.halve(x, add, PARTS // 2) for x in sums]
+        else [code.halve(x, add, 4 * group_rows) for x in sums]
     )
     together = code.joined(fours)
     for _ in range(2):

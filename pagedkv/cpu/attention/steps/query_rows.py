@@ -2,7 +2,7 @@
 
 Both have their dims in order, in the dtype of q. In between rows are float32, and their dims lie in places
 (`dim_order`): four neighbouring places hold four dims of the same eight, the first and the last ones or the even and
-the odd ones.
+the odd ones. Queries of int8 rows are rounded to int16, and their dims stay in order, two in each int32.
 
     q_kind   the dtype's index in Q_KINDS
     places   int64 (head_dim,) the place of each dim
@@ -10,7 +10,7 @@ the odd ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,52 @@ def make_load_query(*, even_odd: bool) -> Any:
                 code.store(code.shuffle(row, half), code.builder.add(target, code.builder.mul(place, stride)))
 
         _for_units(code, q_kind, head_dim, one_unit)
+
+    return step(emit)
+
+
+def make_round_query() -> Any:
+    """The step ``round_query(target, group_rows, query, q_kind, factor, head_dim, row_factor)``.
+
+    It puts a row of q, as int16 against its largest number, among the rows of its group, and stores what the int16 are
+    multiplied by, times the number at `factor`: NaN if q is not finite.
+    """
+
+    def emit(
+        code: Code,
+        target: Value,
+        group_rows: Value,
+        query: Value,
+        q_kind: Value,
+        factor: Value,
+        head_dim: Value,
+        row_factor: Value,
+    ) -> None:
+        builder = code.builder
+
+        def unit(kind: str, i: Value) -> Value:
+            return WIDEN[kind](code, code.load(_unit(code, query, i, kind), vector(UNIT, _element(kind))))
+
+        def find(kind: str, i: Value, largest: list[Value]) -> list[Value]:
+            return [code.greater(largest[0], code.magnitudes(unit(kind, i)))]
+
+        largest = [code.constant(0, UNIT, INT32)]
+        for kind, count in _units_of(code, q_kind, head_dim):
+            largest = code.loop(count, largest, partial(find, kind))
+        most = code.halve(largest[0], code.greater, 1)
+        to_short, from_short = code.shares(most)
+        number = builder.bitcast(most, vector(1))
+        nothing = builder.fsub(number, number)  # NaN if it is not finite
+        by = builder.fmul(builder.fadd(from_short, nothing), code.load(factor, vector(1)))
+        code.store(by, row_factor)
+        spread = code.repeat(to_short, UNIT)
+
+        def round_unit(kind: str, i: Value) -> None:
+            whole = builder.trunc(code.shorts(builder.fmul(unit(kind, i), spread)), vector(UNIT, SHORT))
+            place = builder.add(target, builder.mul(i, code.times(group_rows, UNIT * ELEMENT_BYTES["int16"])))
+            code.store(builder.bitcast(whole, vector(HALF_UNIT, INT32)), place)
+
+        _for_units(code, q_kind, head_dim, round_unit)
 
     return step(emit)
 
@@ -95,10 +141,16 @@ def _places(code: Code, places: Value, i: Value, dims: tuple[int, ...]) -> list[
 
 def _for_units(code: Code, q_kind: Value, head_dim: Value, one_unit: Callable[[str, Value], None]) -> None:
     """Emit ``one_unit(kind, i)`` for all units i of a row."""
+    for kind, count in _units_of(code, q_kind, head_dim):
+        code.repeatedly(count, partial(one_unit, kind))
+
+
+def _units_of(code: Code, q_kind: Value, head_dim: Value) -> Iterator[tuple[str, Value]]:
+    """Each dtype of q with the number of its units: those of a row if it is q's, otherwise 0."""
     units, nothing = code.builder.sdiv(head_dim, INT64(UNIT)), INT64(0)
     for index, kind in enumerate(Q_KINDS):
         is_it = code.builder.icmp_signed("==", q_kind, INT64(index))
-        code.repeatedly(code.builder.select(is_it, units, nothing), partial(one_unit, kind))
+        yield kind, code.builder.select(is_it, units, nothing)
 
 
 def _to_bfloat16(code: Code, row: Value) -> Value:

@@ -7,6 +7,12 @@
 The sum of a tile's weights is 16 sums, each over every sixteenth token, added in a fixed tree: the first ones with
 those four further, then in pairs.
 
+Weights of int8 values are multiplied by the scales of their values, and leave whole numbers in place of the logits: of
+each VALUE_STEP tokens, in the memory of their logits,
+
+    pairs    int32 (VALUE_STEP / 2, R) of two int16: tokens t and t + PAIR, the first ones of each STEP in order
+    factors  float32 (R,) that the whole numbers are multiplied by, from the largest product of the row
+
 A state is what attention over some keys leaves: the largest logit, the sum of weights, and the sum of values times
 their weights, both relative to the largest logit (flash-decoding, Dao et al., 2023). Decode and prefill merge the
 state of each split into a running one, in token order.
@@ -17,16 +23,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .code import FLOAT, FLOAT_BYTES, INT32, INT64, LANES, TILE, Code, Value, step, vector
+from .code import FLOAT, FLOAT_BYTES, INT32, INT64, LANES, TILE, VALUE_STEP, Code, Value, step, vector
+from .widen import PAIR
 
 NOTHING = -math.inf  # the largest of no logits
 
 
-def make_softmax(group_rows: int, *, masked: bool) -> Any:
-    """The step ``softmax(scores, maximum, total, factor, starts, stops, first)``.
+def make_softmax(group_rows: int, *, masked: bool, rounded: bool) -> Any:
+    """The step ``softmax(scores, maximum, total, factor, starts, stops, first, value_scales)``.
 
     If `masked`, a row sees the tokens from its start to before its stop, int32 positions (R,); the tile's first token
     is at position `first`. A tile of which a row sees nothing leaves its state unchanged.
+
+    If `rounded`, weights become whole numbers with the scales (TILE,) of the tile's values.
     """
     tokens = LANES // group_rows  # tokens of a vector
 
@@ -39,19 +48,20 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
         starts: Value,
         stops: Value,
         first: Value,
+        value_scales: Value,
     ) -> None:
         builder, turns = code.builder, INT64(TILE // LANES)
 
-        def masked_logits(i: Value, n: int, logit: Value) -> Value:
-            """The logits of vector n of a turn, with NOTHING in place of those that their rows do not see."""
+        def seen(i: Value, n: int, x: Value, otherwise: float) -> Value:
+            """Vector n of a turn, with another number in place of those of tokens that their rows do not see."""
             if not masked:
-                return logit
+                return x
             token = builder.add(
                 code.numbers([n * tokens + lane // group_rows for lane in range(LANES)]),
                 code.splat(builder.trunc(builder.add(first, code.times(i, LANES)), INT32), LANES),
             )
             inside = builder.and_(builder.icmp_signed(">=", token, since), builder.icmp_signed("<", token, until))
-            return builder.select(inside, logit, code.constant(NOTHING, LANES))
+            return builder.select(inside, x, code.constant(otherwise, LANES))
 
         since, until = (code.repeat(code.load(x, vector(group_rows, INT32)), LANES) for x in (starts, stops))
 
@@ -61,7 +71,7 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
             return [code.plus(at, n * LANES * FLOAT_BYTES) for n in range(group_rows)]
 
         def find(i: Value, largest: list[Value]) -> list[Value]:
-            logits = [masked_logits(i, n, code.load(at, vector(LANES))) for n, at in enumerate(vectors(i))]
+            logits = [seen(i, n, code.load(at, vector(LANES)), NOTHING) for n, at in enumerate(vectors(i))]
             return [code.larger(x, y) for x, y in zip(logits, largest, strict=True)]
 
         largest = code.loop(turns, [code.constant(NOTHING, LANES)] * group_rows, find)
@@ -74,11 +84,44 @@ def make_softmax(group_rows: int, *, masked: bool) -> Any:
         base_of_all = code.repeat(base, LANES)
 
         def weigh(i: Value, sums: list[Value]) -> list[Value]:
+            weights = []
             for n, at in enumerate(vectors(i)):
-                weight = code.exp(builder.fsub(masked_logits(i, n, code.load(at, vector(LANES))), base_of_all))
-                code.store(weight, at)
-                sums[n] = builder.fadd(sums[n], weight)
+                weights.append(code.exp(builder.fsub(seen(i, n, code.load(at, vector(LANES)), NOTHING), base_of_all)))
+                if not rounded:
+                    code.store(weights[n], at)
+                sums[n] = builder.fadd(sums[n], weights[n])
+            if rounded:
+                round_weights(i, weights)
             return sums
+
+        def round_weights(i: Value, weights: list[Value]) -> None:
+            scales = code.load(builder.add(value_scales, code.times(i, LANES * FLOAT_BYTES)), vector(LANES))
+            products = []
+            for n, weight in enumerate(weights):
+                spread = code.shuffle(scales, [n * tokens + lane // group_rows for lane in range(LANES)])
+                # Not by 0 where a row does not see the token: the scale may be NaN.
+                products.append(seen(i, n, builder.fmul(weight, spread), 0.0))
+            largest = code.magnitudes(products[0])
+            for product in products[1:]:
+                largest = code.greater(largest, code.magnitudes(product))
+            to_short, from_short = code.shares(code.halve(largest, code.greater, group_rows))
+            by = code.repeat(to_short, LANES)
+            whole = [code.shorts(builder.fmul(product, by)) for product in products]
+            joined, at = code.joined(whole), vectors(i)[0]
+            # Of each 2 * PAIR tokens the first and the last ones.
+            low, high = (
+                [
+                    token * group_rows + r
+                    for token in range(LANES)
+                    if token // PAIR % 2 == half
+                    for r in range(group_rows)
+                ]
+                for half in (0, 1)
+            )
+            lower = builder.and_(code.shuffle(joined, low), code.constant(0xFFFF, len(low), INT32))
+            upper = builder.shl(code.shuffle(joined, high), code.constant(16, len(high), INT32))
+            code.store(builder.or_(lower, upper), at)
+            code.store(from_short, at, VALUE_STEP // 2 * group_rows * FLOAT_BYTES)
 
         sums = code.loop(turns, [code.constant(0.0, LANES)] * group_rows, weigh)
         # Vectors of four tokens, then tokens.

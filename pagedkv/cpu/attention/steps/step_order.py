@@ -69,6 +69,9 @@ class TilePass(NamedTuple):
     run_steps: Any  # steps of a head before the next head's: those of a block if its tokens lie side by side, else 1
     tile: Any  # the address of room for the widened rows of two steps
     tile_rows: Any  # the address of their addresses
+    # Of keys of int8, addresses of float32; 0 otherwise.
+    key_factors: Any  # (heads, TILE) the factors of the tile's keys, from the work item's first KV head on
+    row_factors: Any  # (rows,) those of the query rows
 
 
 class StepPosition(NamedTuple):

@@ -9,11 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .code import ELEMENT_BYTES, FLOAT_BYTES, INT64, INT_BYTES, LANES, STEP, TILE, Code, Value, prefetches_into_l1, step
-from .dots import dot_products, keys_at_once
+from .code import (
+    ELEMENT_BYTES,
+    FLOAT_BYTES,
+    INT64,
+    INT_BYTES,
+    LANES,
+    STEP,
+    TILE,
+    VALUE_STEP,
+    Code,
+    Value,
+    prefetches_into_l1,
+    step,
+)
+from .dots import ScoreFactors, dot_products, keys_at_once
 from .step_order import RowAddresses, RowsToPrefetch, StepOrder, StepPosition, TilePass
 from .values import add_values, widens_in_registers
-from .widen import RowsToWiden, widen_rows
+from .widen import INTEGERS, RowsToWiden, wide_bytes, widen_pairs, widen_rows, widened_kind
 
 L1_BYTES = 48 * 1024  # of processors that prefetch into it
 # Bytes from what a step reads to what it prefetches into L2. Less one, which is a step less: as many steps as there are
@@ -24,7 +37,7 @@ L2_REACH = 32 * 1024 - 1
 class PassConfig(NamedTuple):
     """What the code of a pass depends on."""
 
-    kind: str  # dtype of the rows
+    kind: str  # the format of the rows, or of those that they were widened to
     group_rows: int
     whole: bool  # rows are whole chunks, so registers may do for widening them
     staged: bool  # rows are those of a scratch tile, in the processor's caches, so nothing is prefetched
@@ -33,20 +46,30 @@ class PassConfig(NamedTuple):
 def groups_at_once(config: PassConfig) -> int:
     """Groups that take a step of keys together: more with a staged tile, which waits for L1, not for memory."""
     most = 4 if config.staged else 2
-    return most if config.group_rows > 1 and keys_at_once(most, config.group_rows) >= 4 else 1
+    return most if config.group_rows > 1 and keys_at_once(config.kind, most, config.group_rows) >= 4 else 1
 
 
 def make_score_keys(config: PassConfig) -> Any:
     """The step ``score_keys(scores, queries, tile_pass)``: the dot products of all query rows with a tile of keys."""
     kind, R = config.kind, config.group_rows
-    reads = kind if config.whole and (kind == "float32" or R == 1) else "float32"
+    wide = kind if config.staged else widened_kind(kind)
+    reads = kind if config.whole and R == 1 else wide
 
     def emit(code: Code, scores: Value, queries: Value, tile_pass: TilePass) -> None:
-        num_vectors = _num_vectors(code, tile_pass)
+        builder, row_bytes = code.builder, code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
+        in_vector = LANES * FLOAT_BYTES // wide_bytes(wide)
+        num_vectors = builder.sdiv(code.plus(tile_pass.head_dim, in_vector - 1), INT64(in_vector))
 
-        def compute(row: Value, num_groups: int, t: Value, keys: RowAddresses, *meanwhile: Any) -> None:
-            q = code.builder.add(queries, code.builder.mul(row, code.times(num_vectors, LANES * FLOAT_BYTES)))
-            dot_products(code, reads, num_groups, R, _at(code, scores, row, t, R), q, keys, num_vectors, *meanwhile)
+        def compute(head: Value, row: Value, num_groups: int, t: Value, keys: RowAddresses, *meanwhile: Any) -> None:
+            to, q, factors = _at(code, scores, row, t, R), builder.add(queries, builder.mul(row, row_bytes)), None
+            if wide in INTEGERS:
+                of_keys = builder.add(code.times(head, TILE), t)
+                factors = ScoreFactors(
+                    builder.add(tile_pass.key_factors, code.times(of_keys, FLOAT_BYTES)),
+                    builder.add(tile_pass.row_factors, code.times(row, FLOAT_BYTES)),
+                )
+            stride = code.times(row_bytes, R)
+            dot_products(code, reads, num_groups, R, to, q, stride, keys, num_vectors, factors, *meanwhile)
 
         _emit_steps(code, config, reads, STEP, groups_at_once(config), tile_pass, compute)
 
@@ -58,27 +81,29 @@ def make_add_values(config: PassConfig) -> Any:
     kind, R = config.kind, config.group_rows
     # A group alone takes more values at once: fewer loads, but values that are not in L1 come once for each group.
     at_once = 1 if config.staged else groups_at_once(config)
-    reads = kind if config.whole and widens_in_registers(kind, at_once * R) else "float32"
-    step_tokens = TILE if config.staged else STEP
+    wide = kind if config.staged else widened_kind(kind)
+    reads = kind if config.whole and widens_in_registers(kind, at_once * R) else wide
+    are_pairs = kind in INTEGERS
+    step_tokens = VALUE_STEP if are_pairs else TILE if config.staged else STEP
 
     def emit(code: Code, acc: Value, weights: Value, tile_pass: TilePass) -> None:
         builder, num_vectors = code.builder, _num_vectors(code, tile_pass)
         row_bytes = code.times(num_vectors, LANES * FLOAT_BYTES)
 
-        def compute(row: Value, num_groups: int, t: Value, rows: RowAddresses, *meanwhile: Any) -> None:
+        def compute(_: Value, row: Value, num_groups: int, t: Value, rows: RowAddresses, *meanwhile: Any) -> None:
             left = builder.sub(tile_pass.count, t)
             count = code.smaller(left, INT64(step_tokens))
             to, w = builder.add(acc, builder.mul(row, row_bytes)), _at(code, weights, row, t, R)
             add_values(code, reads, num_groups, R, to, row_bytes, w, rows, count, num_vectors, *meanwhile)
 
-        _emit_steps(code, config, reads, step_tokens, at_once, tile_pass, compute)
+        _emit_steps(code, config, reads, step_tokens, at_once, tile_pass, compute, are_pairs=are_pairs)
 
     return step(emit)
 
 
-def _reach(code: Code, config: PassConfig, tile_pass: TilePass, num_steps: Value, least: int) -> Value:
+def _reach(code: Code, tile_pass: TilePass, bytes_of_dim: int, num_steps: Value, least: int) -> Value:
     """How many steps ahead rows are prefetched: from `least` to `num_steps`."""
-    builder, step_bytes = code.builder, code.times(tile_pass.head_dim, STEP * ELEMENT_BYTES[config.kind])
+    builder, step_bytes = code.builder, code.times(tile_pass.head_dim, bytes_of_dim)
     if prefetches_into_l1():
         # What the other heads' rows of the same tokens leave free in L1.
         free = builder.sub(INT64(L1_BYTES), builder.mul(tile_pass.num_heads, step_bytes))
@@ -106,11 +131,14 @@ def _emit_steps(
     step_tokens: int,
     most: int,
     tile_pass: TilePass,
-    compute: Callable[[Value, int, Value, RowAddresses, RowsToPrefetch | None, RowsToWiden | None], None],
+    compute: Callable[[Value, Value, int, Value, RowAddresses, RowsToPrefetch | None, RowsToWiden | None], None],
+    *,
+    are_pairs: bool = False,
 ) -> None:
-    """Emit ``compute(first query row, number of groups, t, rows, to_prefetch, to_widen)`` for all steps.
+    """Emit ``compute(KV head, first query row, number of groups, t, rows, to_prefetch, to_widen)`` for all steps.
 
-    Rows are of the dtype `reads`, and `most` groups at a time take a step together.
+    Rows are of the dtype `reads`, those of a tile for two tokens each if they `are_pairs`, and `most` groups at a time
+    take a step together.
     """
     builder, R = code.builder, config.group_rows
 
@@ -125,9 +153,9 @@ def _emit_steps(
         """Emit every step for some groups before the next groups: the tile stays in L1."""
 
         def one(n: Value) -> None:
-            t = code.times(n, step_tokens)
-            rows = RowAddresses(tile_pass.rows, tile_pass.offset).after(code, t)
-            compute(code.times(first, R), count, t, rows, None, None)
+            row = code.times(n, step_tokens // 2 if are_pairs else step_tokens)
+            rows = RowAddresses(tile_pass.rows, tile_pass.offset).after(code, row)
+            compute(INT64(0), code.times(first, R), count, code.times(n, step_tokens), rows, None, None)
 
         code.repeatedly(order.num_steps, one)
 
@@ -135,7 +163,8 @@ def _emit_steps(
     if config.staged:
         in_groups(steps_of_staged_tile, INT64(0), most)
         return
-    in_tile, one_ahead = reads != config.kind or not config.whole, reads != config.kind and config.whole
+    in_tile = reads != config.kind or not config.whole
+    one_ahead = in_tile and config.whole and not are_pairs
     stride = code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
 
     def half(number: Value) -> tuple[Value, RowAddresses]:
@@ -153,21 +182,25 @@ def _emit_steps(
             following, (target, _) = order.after(this), half(code.plus(number, 1))
             to_widen = RowsToWiden(config.kind, order.rows(following), target, stride, builder.not_(following.past))
         elif in_tile:
-            widen_rows(code, config.kind, half(number)[0], stride, rows, tile_pass.head_dim)
+            to, rest = half(number)[0], (stride, rows, tile_pass.head_dim)
+            if are_pairs:
+                widen_pairs(code, VALUE_STEP, to, *rest)
+            else:
+                widen_rows(code, config.kind, to, *rest)
         if in_tile:
             rows = half(number)[1]
         row, t = builder.mul(this.head, code.times(tile_pass.num_groups, R)), order.token(this)
 
         def some_groups(first: Value, count: int) -> None:
             with_first = to_widen and to_widen.where(code, builder.icmp_signed("==", first, INT64(0)))
-            compute(builder.add(row, code.times(first, R)), count, t, rows, to_prefetch, with_first)
+            compute(this.head, builder.add(row, code.times(first, R)), count, t, rows, to_prefetch, with_first)
 
         in_groups(some_groups, INT64(0), most)
         return [*order.after(this), *order.after(reached)]
 
     start = order.position(INT64(0))
     least = 2 if one_ahead else 1  # rows that are widened one step ahead have been prefetched by then
-    reach = _reach(code, config, tile_pass, order.num_steps, least)
+    reach = _reach(code, tile_pass, step_tokens * ELEMENT_BYTES[config.kind], order.num_steps, least)
     if one_ahead:
         widen_rows(code, config.kind, tile_pass.tile, stride, order.rows(start), tile_pass.head_dim)
     code.loop(order.num_steps, [*start, *order.position(reach)], one_step)

@@ -1,7 +1,10 @@
 """Weighted sums of values: accumulators += weights times values, token after token in ascending order.
 
-accumulators   rows of float32, a stride apart
-weights        (groups, TILE, R)
+    accumulators   rows of float32, a stride apart
+    weights        (groups, TILE, R)
+
+Of int8 values, the weights of a step of VALUE_STEP tokens are pairs of int16 and a factor of each row (softmax.py). The
+sums over the step's tokens are whole numbers, exact in any order: 16 products of at most 32767 * 128 fit int32.
 """
 
 from __future__ import annotations
@@ -11,21 +14,30 @@ from .code import (
     ELEMENT_BYTES,
     FLOAT,
     FLOAT_BYTES,
+    INT32,
     INT64,
     LANES,
     TILE,
+    VALUE_STEP,
     Code,
     Value,
     num_accumulators,
     vector,
 )
-from .step_order import RowAddresses, RowsToPrefetch
-from .widen import CHUNK_DIMS, RowsToWiden, widen_chunk
+from .step_order import RowAddresses, RowsToPrefetch, prefetch_turn
+from .widen import CHUNK_DIMS, INTEGERS, PAIR, RowsToWiden, pair_chunk, widen_chunk
+
+PAIRS = VALUE_STEP // 2
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:
     """Whether the accumulators of a chunk of values and `num_rows` query rows stay in registers."""
-    return num_rows * CHUNK_DIMS[kind] // LANES <= num_accumulators()
+    return num_rows * chunk_width(kind) <= num_accumulators()
+
+
+def chunk_width(kind: str) -> int:
+    """Vectors of accumulators that a chunk of values is added to; rows of pairs are read by the vector."""
+    return 1 if kind == "int16" else CHUNK_DIMS[kind] // LANES
 
 
 def add_values(
@@ -46,14 +58,38 @@ def add_values(
 
     Between the arithmetic, prefetch as many rows of a later step, and widen all rows of the next one.
     """
-    builder, num_rows, chunk = code.builder, num_groups * group_rows, CHUNK_DIMS[kind] // LANES
+    builder, num_rows, chunk = code.builder, num_groups * group_rows, chunk_width(kind)
     most = max(chunk, min(4, num_accumulators() // num_rows))
     targets = code.rows(acc, stride, num_rows)
+
+    def of_group(row: int) -> int:
+        """Bytes from a weight of the first row to that of another one."""
+        return (row // group_rows * TILE * group_rows + row % group_rows) * FLOAT_BYTES
 
     def columns(first: Value, width: int) -> None:
         """Add to the vectors first .. first + width of all rows."""
         place = code.times(first, LANES * FLOAT_BYTES)
         begin = code.times(first, LANES * ELEMENT_BYTES[kind])
+        at = [(builder.add(row, place), v * LANES * FLOAT_BYTES) for row in targets for v in range(width)]
+
+        def pair(p: Value, sums: list[Value]) -> list[Value]:
+            if to_prefetch is not None:
+                turn = builder.udiv(first, INT64(width))
+                prefetch_turn(code, to_prefetch, code.times(p, 2), 2, turn, width * LANES)
+            if kind == "int8":
+                low = rows.after(code, builder.add(p, builder.and_(p, INT64(PAIR))))
+                both = [builder.add(low.at(code, t), begin) for t in (0, PAIR)]
+                dims = range(0, width * LANES, CHUNK_DIMS[kind])
+                value = [v for dim in dims for v in pair_chunk(code, *(code.plus(row, dim) for row in both))]
+            else:
+                row = builder.add(rows.after(code, p).at(code, 0), place)
+                value = [code.load(row, vector(LANES, INT32), v * LANES * FLOAT_BYTES) for v in range(width)]
+            weight = builder.add(weights, code.times(p, group_rows * FLOAT_BYTES))
+            for r in range(num_rows):
+                w = code.splat(code.load(weight, INT32, of_group(r)), LANES)
+                those = slice(r * width, (r + 1) * width)
+                sums[those] = [code.add_products(v, w, x) for v, x in zip(value, sums[those], strict=True)]
+            return sums
 
         def token(t: Value, sums: list[Value]) -> list[Value]:
             if to_prefetch is not None:
@@ -69,13 +105,18 @@ def add_values(
             value = [v for part in parts for v in widen_chunk(code, kind, code.plus(row, part))]
             weight = builder.add(weights, code.times(t, group_rows * FLOAT_BYTES))
             for r in range(num_rows):
-                of_group = r // group_rows * TILE * group_rows + r % group_rows
-                w = code.splat(code.load(weight, FLOAT, of_group * FLOAT_BYTES), LANES)
+                w = code.splat(code.load(weight, FLOAT, of_group(r)), LANES)
                 those = slice(r * width, (r + 1) * width)
                 sums[those] = [code.fma(w, v, x) for v, x in zip(value, sums[those], strict=True)]
             return sums
 
-        at = [(builder.add(row, place), v * LANES * FLOAT_BYTES) for row in targets for v in range(width)]
+        if kind in INTEGERS:
+            zeros = [code.constant(0, LANES, INT32)] * len(at)
+            for i, whole in enumerate(code.loop(INT64(PAIRS), zeros, pair)):
+                factor = code.load(weights, FLOAT, PAIRS * group_rows * FLOAT_BYTES + of_group(i // width))
+                number, (row, v) = builder.sitofp(whole, vector(LANES)), at[i]
+                code.store(code.fma(code.splat(factor, LANES), number, code.load(row, vector(LANES), v)), row, v)
+            return
         before = [code.load(row, vector(LANES), v) for row, v in at]
         for (row, v), after in zip(at, code.loop(count, before, token), strict=True):
             code.store(after, row, v)

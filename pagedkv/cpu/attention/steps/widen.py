@@ -1,8 +1,11 @@
-"""Widening rows of a cache to float32, and the order in which their dims lie then: the one that costs least.
+"""Widening rows of a cache, and the order in which their dims lie then: the one that costs least.
 
-Rows are widened in chunks of 64 bytes. Where the two 16-bit halves of words become two vectors, these hold even and odd
-dims. Queries and accumulators have the same order, so sums over dims do, too: it depends on the cache's dtype and
-head_dim alone, never on the machine.
+Rows of int8 become int16, those of all other formats float32. A row of int16 keeps the order of its dims, and is read
+as int32, each with two neighbouring dims; of values, each int32 has the same dim of two tokens (`widen_pairs`).
+
+Rows are widened in chunks of 64 bytes, 32 of int8. Where the two 16-bit halves of words become two vectors, these hold
+even and odd dims. Queries and accumulators have the same order, so sums over dims do, too: it depends on the cache's
+dtype and head_dim alone, never on the machine.
 """
 
 from __future__ import annotations
@@ -39,14 +42,35 @@ from .halves import from_half
 from .step_order import RowAddresses
 
 UNIT = 8  # dims; whole chunks leave a few units of a row
-CHUNK_DIMS = {"float32": 16, "float16": 16, "bfloat16": 32, "fp8_e4m3": 64, "fp8_e5m2": 64}
+CHUNK_DIMS = {"float32": 16, "float16": 16, "bfloat16": 32, "fp8_e4m3": 64, "fp8_e5m2": 64, "int8": 32, "int16": 32}
 EVEN_ODD = (0, 2, 4, 6, 1, 3, 5, 7)
+PAIR = 4  # the two tokens of a pair are so far apart, both in one step
+
+
+INTEGERS = ("int8", "int16")
+
+
+def widened_kind(kind: str) -> str:
+    """What rows of `kind` are widened to."""
+    return "int16" if kind == "int8" else "float32"
+
+
+def wide_bytes(kind: str) -> int:
+    """Bytes of a dim of a widened row."""
+    return 2 if kind in INTEGERS else FLOAT_BYTES
+
+
+def chunk_vectors(kind: str) -> int:
+    """Vectors of LANES numbers of 4 bytes in a widened chunk; a power of two."""
+    return CHUNK_DIMS[kind] * wide_bytes(kind) // (LANES * FLOAT_BYTES)
 
 
 def chunk_order(kind: str) -> tuple[int, ...]:
-    """The dims of a chunk of 64 bytes (32 in float16) as they lie after widening, in vectors of LANES."""
+    """The dims of a chunk as they lie after widening, in vectors of LANES; of int8, those of pairs of values."""
     if kind == "bfloat16":
         return (*range(0, 32, 2), *range(1, 32, 2))
+    if kind == "int8":  # what interleaving does within each 16 bytes
+        return tuple(quarter + half + i for half in (0, 4) for quarter in range(0, 32, 8) for i in range(4))
     if ELEMENT_BYTES[kind] == 1:  # each 16 bytes are unpacked into two times 8, and each 8 into even and odd ones
         return tuple(
             16 * quarter + half + i
@@ -60,7 +84,7 @@ def chunk_order(kind: str) -> tuple[int, ...]:
 
 def unit_order(kind: str) -> tuple[int, ...]:
     """The dims of a unit as they lie after widening."""
-    return tuple(range(UNIT)) if kind in ("float32", "float16") else EVEN_ODD
+    return tuple(range(UNIT)) if kind in ("float32", "float16", "int8") else EVEN_ODD
 
 
 def is_shuffled(kind: str) -> bool:
@@ -102,13 +126,13 @@ def make_widen(kind: str) -> Any:
 
 
 def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: RowAddresses, head_dim: Value) -> None:
-    """Widen STEP rows of `kind` to float32 rows that begin a stride apart."""
-    builder, dims, item = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind]
+    """Widen STEP rows of `kind` to rows that begin a stride apart."""
+    builder, dims, item, wide = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind], wide_bytes(kind)
     chunks = builder.sdiv(head_dim, INT64(dims))
     pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, STEP))]
 
     def chunk(n: Value) -> None:
-        begin, place = code.times(n, item * dims), code.times(n, FLOAT_BYTES * dims)
+        begin, place = code.times(n, item * dims), code.times(n, wide * dims)
         for row, to in pairs:
             for v, widened in enumerate(widen_chunk(code, kind, builder.add(row, begin))):
                 code.store(widened, builder.add(to, place), FLOAT_BYTES * LANES * v)
@@ -117,10 +141,53 @@ def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: RowAdd
         dim = builder.add(code.times(chunks, dims), code.times(n, UNIT))
         for row, to in pairs:
             widened = widen_unit(code, kind, builder.add(row, code.times(dim, item)))
-            code.store(widened, builder.add(to, code.times(dim, FLOAT_BYTES)))
+            code.store(widened, builder.add(to, code.times(dim, wide)))
 
     code.repeatedly(chunks, chunk)
     code.repeatedly(builder.sdiv(builder.sub(head_dim, code.times(chunks, dims)), INT64(UNIT)), unit)
+
+
+def make_widen_pairs() -> Any:
+    """The step ``widen_pairs(target, target_stride, rows, offset, head_dim)`` of STEP rows, see `widen_pairs`."""
+
+    def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
+        widen_pairs(code, STEP, target, stride, RowAddresses(rows, offset), head_dim)
+
+    return step(emit)
+
+
+def widen_pairs(code: Code, count: int, target: Value, stride: Value, rows: RowAddresses, head_dim: Value) -> None:
+    """Widen `count` rows of int8, whole steps, to half as many rows of pairs, which begin a stride apart."""
+    builder, dims = code.builder, CHUNK_DIMS["int8"]
+    chunks = builder.sdiv(head_dim, INT64(dims))
+    first_ones = [t for t in range(count) if t % STEP < PAIR]
+    targets = zip(first_ones, code.rows(target, stride, len(first_ones)), strict=True)
+    pairs = [(rows.at(code, t), rows.at(code, t + PAIR), to) for t, to in targets]
+
+    def chunk(n: Value) -> None:
+        begin, place = code.times(n, dims), code.times(n, FLOAT_BYTES * dims)
+        for first, second, to in pairs:
+            for v, pair in enumerate(pair_chunk(code, builder.add(first, begin), builder.add(second, begin))):
+                code.store(pair, builder.add(to, place), FLOAT_BYTES * LANES * v)
+
+    def unit(n: Value) -> None:
+        dim = builder.add(code.times(chunks, dims), code.times(n, UNIT))
+        for first, second, to in pairs:
+            units = [_to_shorts(code, code.load(builder.add(row, dim), vector(UNIT, BYTE))) for row in (first, second)]
+            pair = code.shuffle(units[0], [i + UNIT * which for i in range(UNIT) for which in (0, 1)], units[1])
+            code.store(builder.bitcast(pair, vector(UNIT, INT32)), builder.add(to, code.times(dim, FLOAT_BYTES)))
+
+    code.repeatedly(chunks, chunk)
+    code.repeatedly(builder.sdiv(builder.sub(head_dim, code.times(chunks, dims)), INT64(UNIT)), unit)
+
+
+def pair_chunk(code: Code, first: Value, second: Value) -> list[Value]:
+    """The same chunk of two rows of int8 as pairs of int16, in the order of `chunk_order`."""
+    dims = CHUNK_DIMS["int8"]
+    rows = [_to_shorts(code, code.load(row, vector(dims, BYTE))) for row in (first, second)]
+    order = [dim + dims * which for dim in chunk_order("int8") for which in (0, 1)]
+    halves = [code.shuffle(rows[0], order[i : i + dims], rows[1]) for i in (0, dims)]
+    return [code.builder.bitcast(half, vector(LANES, INT32)) for half in halves]
 
 
 def make_widen_piece(kind: str) -> Any:
@@ -128,7 +195,9 @@ def make_widen_piece(kind: str) -> Any:
 
     def emit(code: Code, target: Value, stride: Value, address: Value) -> None:
         item = ELEMENT_BYTES[kind]
-        if item == 1:
+        if kind == "int8":
+            widened = [_from_int8(code, code.load(address, vector(16, BYTE)))]
+        elif item == 1:
             raw = code.load(address, vector(16, BYTE))
             dims = [half + i for half in (0, UNIT) for i in unit_order(kind)]
             widened = [WIDEN[kind](code, code.shuffle(raw, dims[i : i + 4])) for i in range(0, 16, 4)]
@@ -144,6 +213,10 @@ def make_widen_piece(kind: str) -> Any:
 
 def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
     """A widened chunk, as vectors of LANES."""
+    if kind == "int16":
+        return [code.load(address, vector(LANES, INT32))]
+    if kind == "int8":
+        return [_from_int8(code, code.load(address, vector(CHUNK_DIMS[kind], BYTE)))]
     if kind == "float32":
         return [code.load(address, vector(LANES))]
     if kind == "float16":
@@ -155,10 +228,19 @@ def widen_chunk(code: Code, kind: str, address: Value) -> list[Value]:
 
 
 def widen_unit(code: Code, kind: str, address: Value) -> Value:
-    """A widened unit, as a vector of UNIT."""
+    """A widened unit, as a vector of UNIT dims."""
     element = {4: FLOAT, 2: SHORT, 1: BYTE}[ELEMENT_BYTES[kind]]
     raw = code.shuffle(code.load(address, vector(UNIT, element)), unit_order(kind))
     return WIDEN[kind](code, raw)
+
+
+def _to_shorts(code: Code, raw: Value) -> Value:
+    return code.builder.sext(raw, vector(raw.type.count, SHORT))
+
+
+def _from_int8(code: Code, raw: Value) -> Value:
+    """Codes of int8 as int32 that hold two int16 each."""
+    return code.builder.bitcast(_to_shorts(code, raw), vector(raw.type.count // 2, INT32))
 
 
 def _from_bfloat16(code: Code, bits: Value) -> Value:
@@ -234,6 +316,7 @@ WIDEN: dict[str, Callable[[Code, Value], Value]] = {
     "bfloat16": _from_bfloat16,
     "fp8_e4m3": partial(_from_bytes, "fp8_e4m3"),
     "fp8_e5m2": partial(_from_bytes, "fp8_e5m2"),
+    "int8": _from_int8,
 }
 
 
@@ -261,11 +344,6 @@ class RowsToWiden(NamedTuple):
     stride: Value  # from a widened row to the next one, in bytes
     wanted: Value  # a bit: there is a next step, whose rows are not widened yet
 
-    @property
-    def chunk_vectors(self) -> int:
-        """Vectors of a widened chunk; a power of two."""
-        return CHUNK_DIMS[self.kind] // LANES
-
     def where(self, code: Code, condition: Value) -> RowsToWiden:
         """The same rows, wanted only if the condition holds."""
         return self._replace(wanted=code.builder.and_(self.wanted, condition))
@@ -275,17 +353,17 @@ class RowsToWiden(NamedTuple):
 
         Chunks are widened as a whole, so each vector of a chunk stands for a share of the rows, of at least one.
         """
-        builder, wanted = code.builder, self.wanted
-        chunk, turn = self._chunk(code, vector), builder.urem(vector, INT64(self.chunk_vectors))
-        share = max(count // self.chunk_vectors, 1)
-        if count < self.chunk_vectors:
+        builder, wanted, vectors = code.builder, self.wanted, chunk_vectors(self.kind)
+        chunk, turn = self._chunk(code, vector), builder.urem(vector, INT64(vectors))
+        share = max(count // vectors, 1)
+        if count < vectors:
             wanted = builder.and_(wanted, builder.icmp_signed("<", turn, INT64(count)))
         with builder.if_then(wanted):
             self._widen(code, builder.add(first, code.times(turn, share)), share, chunk)
 
     def widen_column(self, code: Code, row: Value, first: Value, width: int) -> None:
         """Widen `width` vectors from `first` on of a row, or the chunk that they are in if it is their turn."""
-        builder, turns = code.builder, INT64(self.chunk_vectors // width)
+        builder, turns = code.builder, INT64(chunk_vectors(self.kind) // width)
         turn = builder.urem(builder.udiv(first, INT64(width)), turns)
         is_own = builder.icmp_signed("==", builder.urem(row, turns), turn)
         with builder.if_then(builder.and_(self.wanted, is_own)):
@@ -301,12 +379,15 @@ class RowsToWiden(NamedTuple):
             )
 
     def _chunk(self, code: Code, vector: Value) -> Value:
-        return code.builder.udiv(vector, INT64(self.chunk_vectors))
+        return code.builder.udiv(vector, INT64(chunk_vectors(self.kind)))
 
     def _widen(self, code: Code, first: Value, count: int, chunk: Value) -> None:
         """Widen a chunk of `count` rows from `first` on."""
         builder, dims, rows = code.builder, CHUNK_DIMS[self.kind], self.rows.after(code, first)
-        begin, place = code.times(chunk, dims * ELEMENT_BYTES[self.kind]), code.times(chunk, dims * FLOAT_BYTES)
+        begin, place = (
+            code.times(chunk, dims * ELEMENT_BYTES[self.kind]),
+            code.times(chunk, dims * wide_bytes(self.kind)),
+        )
         target = builder.add(builder.add(self.target, builder.mul(first, self.stride)), place)
         for t, to in enumerate(code.rows(target, self.stride, count)):
             for v, widened in enumerate(widen_chunk(code, self.kind, builder.add(rows.at(code, t), begin))):
