@@ -16,7 +16,7 @@ from ...memory.prefix.prompt import ids_of
 from ...scheduling import Scheduler, Step
 from .attention import uses_pagedkv
 from .cache import make_kv_cache, make_swap_space, require_options
-from .generation import Generation, is_one_prompt, options_of_choices
+from .generation import Generation, is_one_prompt, options_of_choices, wait_for
 from .grammar import Grammars, schema_of
 from .hybrid import HybridSteps
 from .models import (
@@ -445,30 +445,16 @@ class Engine:
         >>> [(len(one.tokens), one.finish_reason) for one in made]
         [(2, 'length'), (2, 'length')]
         """
-        from tqdm import tqdm  # which transformers brings, and nothing else needs
-
         is_one = is_one_prompt(prompts)
         several: Any = [prompts] if is_one else prompts
         choices = options_of_choices(options, as_int("n", n, minimum=1))
-        requests: list[EngineRequest] = []
-
-        def output_of(request: EngineRequest) -> list[int]:
-            if self._tokenizer is not None:
-                request.decoder = request.decoder or TextDecoder(self._tokenizer)
-            requests.append(request)
-            return request.tokens
-
-        streams = []
+        begin: Callable[..., Stream[Any]] = self.tokens if self._tokenizer is None else self.stream
+        streams: list[Stream[Any]] = []
         try:
             for prompt in several:
-                streams += [self._stream(prompt, max_tokens, choice, output_of) for choice in choices]
-            left = requests
-            with tqdm(total=len(requests), unit="text", disable=None) as bar:
-                while left:
-                    self._run_step()
-                    still = [request for request in left if not request.reason]
-                    bar.update(len(left) - len(still))
-                    left = still
+                streams += [begin(prompt, max_tokens, **choice) for choice in choices]
+            requests = [stream.request for stream in streams]
+            wait_for(requests, self._run_step)
         finally:
             for stream in streams:
                 stream.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,17 @@ class Generation:
             logprobs=None if request.options.logprobs is None else request.logprobs,
             prompt_logprobs=None if request.options.prompt_logprobs is None else request.prompt_logprobs,
         )
+
+
+def wait_for(requests: list[EngineRequest], step: Callable[[], None]) -> None:
+    """Run steps until requests have ended, with a progress bar where stderr is a terminal."""
+    from tqdm import tqdm  # which transformers brings, and nothing else needs
+
+    with tqdm(total=len(requests), unit="text", disable=None) as bar:
+        while left := [request for request in requests if not request.reason]:
+            bar.update(len(requests) - len(left) - bar.n)
+            step()
+        bar.update(len(requests) - bar.n)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -22,6 +22,10 @@ class Stream(Iterator[Item]):
         Runs a step of the engine.
     abort : callable
         Aborts the request now or later; may be called at any time, also by the garbage collector.
+
+    Attributes
+    ----------
+    request : EngineRequest
     """
 
     _is_open = False  # for `__del__` if an interrupt ends `__init__`
@@ -29,24 +33,24 @@ class Stream(Iterator[Item]):
     def __init__(
         self, request: EngineRequest, items: Sequence[Item], compute: Callable[[], None], abort: Callable[[], None]
     ) -> None:
-        self._request, self._items, self._compute, self._abort = request, items, compute, abort
+        self.request, self._items, self._compute, self._abort = request, items, compute, abort
         self._num_given = 0
         self._is_open = True
 
     def __next__(self) -> Item:
-        while self._is_open and self._num_given == len(self._items) and not self._request.reason:
+        while self._is_open and self._num_given == len(self._items) and not self.request.reason:
             self._compute()
-        if not self._is_open or (self._num_given == len(self._items) and self._request.reason != "error"):
+        if not self._is_open or (self._num_given == len(self._items) and self.request.reason != "error"):
             raise StopIteration
         if self._num_given == len(self._items):
-            raise FloatingPointError(self._request.message)
+            raise FloatingPointError(self.request.message)
         item = self._items[self._num_given]
         self._num_given += 1
         return item
 
     def close(self) -> None:
         """Abort the request unless it has ended."""
-        if self._is_open and not self._request.reason:
+        if self._is_open and not self.request.reason:
             self._abort()
         self._is_open = False
 
