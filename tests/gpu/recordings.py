@@ -21,6 +21,7 @@ from pagedkv.compiler.link import Linked
 
 ROOT, FOLDER, SUFFIX = Path(__file__).parents[2], Path(".gpu", "variants"), ".json.gz"
 CAPABILITY, MULTIPROCESSORS = (9, 0), 132
+ENTRIES_OF_FEW = ("pagedkv_prefill_split", "pagedkv_prefill_merge")
 
 
 def prompt(num_seqs: int, length: int, queries: int = 0, group: str = "prompt", **sizes: Any) -> Cell:
@@ -65,7 +66,7 @@ CELLS = {
     ],
 }
 DRY = {
-    "decode": [Cell("kernelbench", (40, 40), 8, 2, 64)],
+    "decode": [Cell("kernelbench", (530, 530), 8, 2, 64)],
     "prefill": [prompt(1, n, num_heads=8, num_kv_heads=2, head_dim=64) for n in (40, 70, 100)],
     "same": [Cell("same", (300, 7), 8, 2, 64)],
 }
@@ -124,8 +125,15 @@ class Variant:
         self.kernels = list(self._kernels.values())
 
     def of(self, cell: Cell, operation: str) -> dict[str, Any]:
-        """The launches and workspaces of an operation on a cell; KeyError if they were not recorded."""
-        return self._cells[repr(cell)][operation]
+        """The launches and workspaces of an operation on a cell; KeyError if they were not recorded.
+
+        Of prefill beside decode, only the launches that split keys: the thread blocks of the other find nothing to do.
+        """
+        recorded = self._cells[repr(cell)][operation]
+        if operation == operations(cell)[0]:
+            return recorded
+        few = [launch for launch in recorded["launches"] if self._kernels[launch[0]].entry in ENTRIES_OF_FEW]
+        return recorded | {"launches": few or recorded["launches"]}
 
     def bind(self, device: Any, recorded: dict[str, Any], addresses: dict[str, int]) -> list[tuple[Any, ...]]:
         """The arguments of `device.launch` for each launch."""

@@ -159,6 +159,15 @@ def test_the_clock_is_that_of_the_multiprocessors(monkeypatch):
     assert variants.Clock()() is None
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not (recordings.ROOT / ".git").exists(), reason="no clone")
+def test_a_commit_is_recorded_from_a_checkout_of_its_own(folder):
+    (folder / f"0-old{recordings.SUFFIX}").touch()
+    recordings.record(["HEAD"], [STEP])
+    (variant,) = recordings.recorded_variants()
+    assert [launch[2][0] for launch in variant.of(STEP, "decode")["launches"]] == [["out", 0]]
+
+
 def test_nothing_is_compared_without_a_recording(folder):
     with pytest.raises(SystemExit, match="nothing is recorded"):
         variants.Comparison(is_dry=True)

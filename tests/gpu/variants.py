@@ -1,10 +1,10 @@
 """Kernels of several commits side by side, in one process: ``python -m tests.gpu.variants OPERATION``.
 
 ``record COMMIT ...`` compiles what each commit launches in each cell, without a GPU, and leaves a file for each in
-``.gpu/variants``, in this order: see `recordings`. The rest run them on a GPU, where nothing is compiled: ``decode``
-and ``prefill`` time them in turns, beside peers; ``same`` runs each ``--repeats`` times and compares bits, those of
-the first commit too; ``once`` runs each once, for a profiler. ``--dry`` runs small cells in the emulator, whose
-figures say nothing.
+``.gpu/variants``, in this order: see `recordings`. The rest run them on a GPU, where nothing is compiled. ``decode``
+and ``prefill`` time them in turns, beside peers; ``same`` runs each ``--repeats`` times and compares bits, those of the
+first commit too; ``once`` runs each once, for a profiler. ``--dry`` runs small cells in the emulator, whose figures say
+nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pagedkv.bench.gpu import decode_peers, measure, prefill_peers
 from pagedkv.bench.gpu.arrays import GpuProblem
 from pagedkv.bench.gpu.device import Gpu, open_gpu
 from pagedkv.bench.problem import TOLERANCE, Cell
+from pagedkv.bench.report import as_tables
 from pagedkv.cached_property import cached_property
 from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
@@ -39,6 +40,10 @@ REPEATS = 15
 MIB = 2**20
 FLOORS = (4, 8, 16, 32, 64, 96, 256, 1024)  # MiB that are read
 SM_CLOCK = 1  # NVML_CLOCK_SM
+SHOWN = (  # in the log, of each row
+    *("B", "n", "L", "Hkv", "D", "kv", "us", "read us", "share", "TFLOP/s", "spread", "late", "MHz", "same bits"),
+    *("subject", "note"),
+)
 # What a bit pattern is compared as: NaN is not equal to itself.
 WORDS = {2: torch.int16, 4: torch.int32}
 
@@ -216,13 +221,15 @@ class Comparison:
         found = contest(subjects, others, error_of, TOLERANCE[cell.dtype], REPEATS, timer=self.timer)
         row = {"compare": operation, "device": self.gpu.facts["device"], "group": cell.group, **self.clock_columns()}
         row |= {name: x for name, x in cell.columns("prefill").items() if name != "prefill"}
-        least = found.seconds(measure.READ) if num_bytes else None
+        least, made = found.seconds(measure.READ) if num_bytes else None, []
         for name in subjects:
             seconds = found.seconds(name)
             columns = measure.columns(found, name, num_bytes, measure.READ, least)
             rate = {} if num_bytes else {"TFLOP/s": seconds and cell.num_flops / seconds / 1e12}
             more = {"same bits": same.get(name), "note": found.notes.get(name)}
-            results.append(**row, **columns, **rate, **more)
+            made.append(row | columns | rate | more)
+            results.append(**made[-1])
+        print(as_tables([{name: each.get(name) for name in SHOWN} for each in made]), end="\n\n", flush=True)
         return {name: seconds for name in subjects if (seconds := found.seconds(name))}
 
     def same(self, cells: Sequence[Cell], repeats: int) -> bool:
@@ -249,8 +256,8 @@ class Comparison:
         return is_right
 
     def once(self, cells: Sequence[Cell]) -> None:
-        """Run each variant once on the first cell, for a profiler."""
-        for name, make in self.calls(Drawn(self.gpu, cells[0], self.where)).items():
+        """Run each variant once on the second cell, if there is one, for a profiler."""
+        for name, make in self.calls(Drawn(self.gpu, cells[:2][-1], self.where)).items():
             print(name, flush=True)
             make()()
         self.gpu.synchronize()
@@ -300,7 +307,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.variants", description=__doc__)
     parser.add_argument("operation", choices=["record", "decode", "prefill", "same", "once"])
     parser.add_argument("commits", nargs="*", help="to record")
-    parser.add_argument("--cells", choices=["decode", "prefill"], default="decode", help="whose first cell once runs")
+    parser.add_argument("--cells", choices=["decode", "prefill"], default="decode", help="of which once runs one")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--dry", action="store_true", help="small cells, in the emulator")
     given = parser.parse_intermixed_args()
