@@ -84,11 +84,16 @@ def recorded_of(cells: Sequence[Cell]) -> list[tuple[str, str, dict[str, Any]]]:
     return [(repr(cell), operation, asdict(cell)) for cell in cells for operation in operations(cell)]
 
 
-def record(commits: Sequence[str], cells: Sequence[Cell]) -> None:
-    """Write what each commit launches, in place of what has been recorded before."""
+def folder_of(is_dry: bool) -> Path:
+    """Where recordings are, and those of dry runs."""
+    return FOLDER / "dry" if is_dry else FOLDER
+
+
+def record(commits: Sequence[str], cells: Sequence[Cell], folder: Path) -> None:
+    """Write what each commit launches, in place of what has been recorded there before."""
     given = recorded_of(cells)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for old in FOLDER.glob(f"*{SUFFIX}"):
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"*{SUFFIX}"):
         old.unlink()
     for i, commit in enumerate(commits):
         name = subprocess.check_output(["git", "log", "-1", "--format=%h %s", commit], text=True, cwd=ROOT).strip()
@@ -102,7 +107,7 @@ def record(commits: Sequence[str], cells: Sequence[Cell]) -> None:
                 recording = json.load(file)
             if not recording["package"].startswith(checkout):
                 raise RuntimeError(f"{recording['package']} was recorded in place of {name}")
-        with gzip.open(FOLDER / f"{i}-{name.split()[0]}{SUFFIX}", "wt") as file:
+        with gzip.open(folder / f"{i}-{name.split()[0]}{SUFFIX}", "wt") as file:
             json.dump({"name": name, **recording}, file)
         print(f"recorded {name}", flush=True)
 
@@ -150,7 +155,7 @@ def _kernel(of: dict[str, Any]) -> CompiledKernel:
     return kernel
 
 
-def recorded_variants() -> list[Variant]:
+def recorded_variants(folder: Path) -> list[Variant]:
     """What has been recorded, in the order in which the commits were given."""
-    paths = FOLDER.glob(f"*{SUFFIX}")
+    paths = folder.glob(f"*{SUFFIX}")
     return [Variant(path) for path in sorted(paths, key=lambda path: int(path.name.split("-")[0]))]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import pagedkv
 from pagedkv.bench.gpu import measure
 from pagedkv.bench.problem import Cell
+from pagedkv.cuda import driver
 
 from ..support.device_fakes import InterfaceArray, recording
 from ..support.strategies import long
@@ -35,7 +37,7 @@ def leave(folder, names, cells, change=lambda name, recorded: None):
 @pytest.fixture
 def folder(out, monkeypatch):
     """Where recordings are; a sample is one launch."""
-    monkeypatch.setattr(recordings, "FOLDER", out)
+    monkeypatch.setattr(variants, "folder_of", lambda is_dry: out)
     monkeypatch.setattr(variants, "REPEATS", 2)
     monkeypatch.setattr(measure, "MOST_LAUNCHES", 1)
     return out
@@ -128,6 +130,20 @@ def test_what_is_launched_on_a_gpu_is_what_a_call_with_its_arrays_launches(folde
         assert result.data_ptr() in own[1] or kernel.entry == "pagedkv_prefill_split"
 
 
+def test_what_a_driver_refuses_is_linked_here(folder, monkeypatch):
+    leave(folder, ["a"], [STEP])
+    comparison = variants.Comparison(is_dry=True)
+
+    def kernel(compiled, shared_bytes):
+        raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    gpu = SimpleNamespace(relaxed=nullcontext, kernel=kernel)
+    monkeypatch.setattr(driver, "cuda_device", lambda ordinal, stream: SimpleNamespace(_gpu=gpu))
+    comparison._require_code()
+    assert rows(folder) == [{"note": "kernels are linked here: RuntimeError: CUDA_ERROR_NO_BINARY_FOR_GPU"}]
+    assert {kernel._linked for kernel in comparison.variants[0].kernels} == {None}
+
+
 def test_the_model_of_prefill():
     """T = a items + b tiles; the counts are those of a GPU of 132 multiprocessors."""
     prompts = [cell for cell in recordings.CELLS["prefill"] if cell.group == "prompt"]
@@ -163,8 +179,8 @@ def test_the_clock_is_that_of_the_multiprocessors(monkeypatch):
 @pytest.mark.skipif(not (recordings.ROOT / ".git").exists(), reason="no clone")
 def test_a_commit_is_recorded_from_a_checkout_of_its_own(folder):
     (folder / f"0-old{recordings.SUFFIX}").touch()
-    recordings.record(["HEAD"], [STEP])
-    (variant,) = recordings.recorded_variants()
+    recordings.record(["HEAD"], [STEP], folder)
+    (variant,) = recordings.recorded_variants(folder)
     assert [launch[2][0] for launch in variant.of(STEP, "decode")["launches"]] == [["out", 0]]
 
 

@@ -33,7 +33,7 @@ from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
 
 from . import results
-from .recordings import CELLS, DRY, MULTIPROCESSORS, Variant, operations, record, recorded_variants
+from .recordings import CELLS, DRY, MULTIPROCESSORS, Variant, folder_of, operations, record, recorded_variants
 from .speeds import OnTheHost
 
 REPEATS = 15
@@ -90,7 +90,7 @@ class Comparison:
     def __init__(self, is_dry: bool) -> None:
         self.gpu: Any = OnTheHost("torch") if is_dry else open_gpu()
         self.is_dry, self.where = is_dry, "cpu" if is_dry else "cuda"
-        self.variants = recorded_variants()
+        self.variants = recorded_variants(folder_of(is_dry))
         if not self.variants:
             raise SystemExit(
                 "nothing is recorded: `python -m tests.gpu.variants record COMMIT ...` without a GPU first"
@@ -313,7 +313,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()
     cells = DRY if given.dry else CELLS
     if given.operation == "record":
-        return record(given.commits, [cell for of in cells.values() for cell in of])
+        return record(given.commits, [cell for of in cells.values() for cell in of], folder_of(given.dry))
     comparison = Comparison(given.dry)
     if given.operation == "same":
         sys.exit(not comparison.same(cells["same"], 2 if given.dry else given.repeats))
