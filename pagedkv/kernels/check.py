@@ -18,9 +18,7 @@ NUM_THREADS = 128
 _INTS, _LONGS = types.CPointer(int32), types.CPointer(int64)
 SIGNATURE = types.void(
     *(_INTS, _INTS, _INTS, _INTS, _INTS, _LONGS),  # checked_lens, block_tables, seq_lens, query_starts, leftpad, report
-    *[int64] * 4,  # num_tokens, num_blocks, max_seq_len, block_size
-    VISIBLE,
-    int64,  # table_stride in bytes
+    *(*[int64] * 4, VISIBLE, int64),  # num_tokens, num_blocks, max_seq_len, block_size, visible, table_stride in bytes
 )
 
 

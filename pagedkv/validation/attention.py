@@ -169,7 +169,7 @@ def _require_kernel(kernel: object, layout: str) -> None:
 
 
 def _visible(a: AttentionArguments, leftpad: Array | None) -> Visible:
-    """The rule that window, window_right and causal give, with a valid leftpad."""
+    """The rule that window, window_right, causal and leftpad give."""
     before, after = FURTHEST, 0 if a.causal else FURTHEST
     if a.window is not None:
         before = min(_tokens("window", a.window, 1) - 1, FURTHEST)

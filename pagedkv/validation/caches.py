@@ -165,7 +165,8 @@ def gather_call(
         num_used = -(-length // geometry.block_size)
         block_table = placement.private_copy(placement.columns(block_table, num_used))
         used, lengths = block_table[None, :num_used], np.array([length])
-        values.block_tables("block_table", used, lengths, geometry.block_size, geometry.num_blocks)
+        sizes = geometry.block_size, geometry.num_blocks
+        values.block_tables("block_table", used, lengths, *sizes, lambda: 0 * lengths)
     spec = cache_spec(layout, kv_format, geometry)
     return GatherCall(
         placement, k_cache, v_cache, block_table, length, spec, k_scale, v_scale, views.get("k_scales"),

@@ -36,23 +36,18 @@ def _largest(numbers: Array) -> int:
 
 
 def block_tables(
-    name: str,
-    tables: Array,
-    lengths: Array,
-    block_size: int,
-    num_blocks: int,
-    first_keys: Callable[[], Array] | None = None,
+    name: str, tables: Array, lengths: Array, block_size: int, num_blocks: int, first_keys: Callable[[], Array]
 ) -> None:
     """Raise IndexError if a used entry is not a block id; lengths are valid, and the longest uses all columns.
 
-    Entries before the block of a sequence's first key, if it is given, are not used.
+    Entries before the blocks of `first_keys` are not used.
     """
     # Most tables are valid even in their unused entries: then one pass without a mask is enough.
     if _largest(tables) < num_blocks or not tables.size:
         return
     used = tables.view(_UINT32)
     num_used = -(-lengths.astype(np.int64) // block_size)
-    first = 0 * lengths if first_keys is None else first_keys() // block_size
+    first = first_keys() // block_size
     columns = np.arange(used.shape[1])
     bad = (used >= num_blocks) & (columns < num_used[:, None]) & (columns >= first[:, None])
     if bad.any():

@@ -44,8 +44,7 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS),  # out, lse, exp_sums, max_logits
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *[int64] * 3,  # sizes
-    VISIBLE,
+    *(*[int64] * 3, VISIBLE),  # sizes, visible
     *[int64] * 12,  # the stride of a table's row in entries, other strides in bytes
     *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
 )

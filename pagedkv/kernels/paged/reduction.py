@@ -31,9 +31,7 @@ from .tables import length_of
 BYTES, INTS, FLOATS = types.CPointer(types.uint8), types.CPointer(int32), types.CPointer(float32)
 SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, FLOATS, INTS, FLOATS),  # out, lse, tmp_out, exp_sums, max_logits, seq_lens, sinks
-    *[int64] * 2,  # num_heads, max_seq_len
-    VISIBLE,
-    *[int64] * 3,  # max_num_partitions, strides in bytes
+    *(int64, int64, VISIBLE, *[int64] * 3),  # sizes, visible, a size and strides
 )
 
 

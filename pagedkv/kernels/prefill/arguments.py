@@ -83,8 +83,7 @@ def signature(num_strides: int, *pointers: Any) -> Any:
         *(INTS, INTS, INTS),  # block_tables, seq_lens, query_starts
         *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
         *pointers,
-        *[int64] * 5,  # sizes
-        VISIBLE,
+        *(*[int64] * 5, VISIBLE),  # sizes, visible
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
     )

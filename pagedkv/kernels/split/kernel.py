@@ -8,14 +8,14 @@ Grid. x is seq * (num_kv_heads * num_tiles) + kv_head * num_tiles + tile: neighb
 same tokens. Here a tile is the query heads of a KV head that one thread block takes (`SplitConfig.num_heads`). y is the
 split.
 
-Who owns what. The visible tokens of a sequence are cut into splits whose length depends on
-their number and that of the KV heads alone. A thread block owns one split of one KV head, for all heads of the tile,
-and each warp takes every fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches,
-which is the route to read first. If O of all dims does not fit into the registers of a warp
-(`SplitConfig.warps_for_dims`), a group of two warps takes every second step. With more than 16 heads on tensor cores,
-if rows fit into shared memory (`SplitConfig.staged`), all warps take the same tokens, each with heads of its own:
-tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its sequence, KV
-head and tile, the splits. A thread block past the last split only counts.
+Who owns what. The visible tokens of a sequence are cut into splits whose length depends on their number and that of the
+KV heads alone. A thread block owns one split of one KV head, for all heads of the tile, and each warp takes every
+fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches, which is the route to read
+first. If O of all dims does not fit into the registers of a warp (`SplitConfig.warps_for_dims`), a group of two warps
+takes every second step. With more than 16 heads on tensor cores, if rows fit into shared memory (`SplitConfig.staged`),
+all warps take the same tokens, each with heads of its own: tensor_cores/many_heads.py. Then merge.py adds the warps
+and, in the thread block that counts last for its sequence, KV head and tile, the splits. A thread block past the last
+split only counts.
 
 Shared memory. One buffer, static, or dynamic if that is too small: first for Q, or staged rows and Q, then for the sums
 of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of all
@@ -51,9 +51,7 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *[int64] * 4,  # sizes
-    VISIBLE,
-    *[int64] * 11,  # strides in bytes
+    *(*[int64] * 4, VISIBLE, *[int64] * 11),  # sizes, visible, strides in bytes
     *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
 )
 
