@@ -66,8 +66,8 @@ MUTANTS = [
     ),
     Mutant(
         "split: a split takes the first token of the next one",
-        "min(uint32(first + size - 1), ",
-        "min(uint32(first + size), ",
+        "min(uint32(first + size - 1), q_pos)",
+        "min(uint32(first + size), q_pos)",
         LENGTHS,
     ),
     Mutant(
