@@ -66,8 +66,8 @@ class SplitConfig:
 
     @property
     def on_tensor_cores(self) -> bool:
-        """Whether the kernel runs on tensor cores, which have no float32."""
-        return self.kv_kind != "float32"
+        """Whether the kernel runs on tensor cores, which would round a float32 q, or float32 caches."""
+        return self.q_kind != "float32"
 
     @property
     def through_shared(self) -> bool:
@@ -100,12 +100,8 @@ class SplitConfig:
 
     @property
     def staged(self) -> bool:
-        """Whether warps have query heads of their own, and share rows in shared memory (tensor_cores/stages.py).
-
-        Rows fit in shared memory up to 256 dims if q has 16 bits, and up to 128 if q is float32, whose terms take more.
-        """
-        most_dims = MOST_DIMS_OF_WARP if self.q_bytes == 2 else MOST_DIMS_OF_WARP // 2
-        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= most_dims
+        """Whether warps have query heads of their own, and share rows in shared memory (tensor_cores/stages.py)."""
+        return self.on_tensor_cores and self.group_size > 16 and self.head_dim <= MOST_DIMS_OF_WARP
 
     @property
     def most_heads(self) -> int:

@@ -1,6 +1,7 @@
-"""The inner loop of the split kernel on CUDA cores: caches of float32, and the form to read first.
+"""The inner loop of the split kernel on CUDA cores: float32 queries over any cache, and the form to read first.
 
-`lanes` neighbouring lanes share a token: each has every lanes-th vector of 4 elements of its row, and of q. A request
+`lanes` neighbouring lanes share a token: each has every lanes-th vector of 4 elements of its row, and of q. Elements of
+16 and 8 bits wait in registers as they are in the cache, and become float32 where they are multiplied. A request
 of a warp is 32 / lanes tokens, a step of the loop is `requests` of them, and a warp takes every fourth step of its
 split. The online softmax runs once for the `requests` tokens of a lane; groups of lanes are added after the loop.
 
@@ -13,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..device.conversions import unpack
 from ..device.intrinsics.thread import address, assign, bits_float, clear, larger, load_16, local_array, unrolled
-from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4, stream_16
+from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4, stream_4, stream_8, stream_16
 from ..device.language import float32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.merging import weight_of
@@ -55,6 +57,11 @@ class LaneShape:
         return WARP_SIZE // self.lanes
 
     @property
+    def words(self) -> int:
+        """Words of a vector of a cache, for as many bytes of an element."""
+        return self.config.kv_bytes
+
+    @property
     def requests(self) -> int:
         """Tokens of a lane and step: before 9.0 shuffles in a loop take registers from rows in flight."""
         most_vectors = 8 if self.config.architecture >= 9 else 4
@@ -72,7 +79,8 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
     STEP, TURN, HEADS = shape.step, NUM_WARPS * shape.step, config.num_heads
     LANES, MODIFIED = shape.lanes, config.modified
     SHIFT = LANES.bit_length() - 1
-    NUM_BUFFERED, NUM_SCORES = shape.requests * shape.vectors * VECTOR, shape.requests * HEADS
+    NUM_BUFFERED, NUM_SCORES = shape.requests * shape.vectors * shape.words, shape.requests * HEADS
+    LANE_BYTES = 4 * shape.words
     NUM_SUMS = HEADS * shape.vectors * VECTOR
     lookup = make_row_lookup(config, make_lanes(config).fetch)
     rows, scores = make_rows(shape, lookup.row_address), make_scores(shape)
@@ -90,7 +98,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
         # Broadcast, so that ptxas knows it to be warp-uniform: shuffles in the loop need no code for diverged lanes.
         warp, last = shuffle(uint32(thread >> 5), 0), pages.last
         sub, group = uint32(lane & (LANES - 1)), uint32(lane >> SHIFT)
-        k_lane, v_lane = k.address + int64(sub) * 16, v.address + int64(sub) * 16
+        k_lane, v_lane = k.address + int64(sub) * LANE_BYTES, v.address + int64(sub) * LANE_BYTES
         keys, values = local_array(NUM_BUFFERED, uint32), local_array(NUM_BUFFERED, uint32)
         s, slope = local_array(NUM_SCORES, float32), local_array(HEADS, float32)
         q, o = local_array(NUM_SUMS, float32), local_array(NUM_SUMS, float32)
@@ -137,13 +145,18 @@ def make_rows(shape: LaneShape, row_address: Any) -> Steps:
     """The device functions ``load`` and ``load_query``, for a lane's vectors; what lies past a row becomes 0."""
     VECTORS, TOKENS, LANES = shape.vectors, shape.tokens, shape.lanes
     ROW_VECTORS, FULL = shape.row_vectors, shape.row_vectors // shape.lanes
+    WORDS, NBYTES, stream = shape.words, 4 * shape.words, {1: stream_4, 2: stream_8, 4: stream_16}[shape.words]
+
+    @unrolled(WORDS)
+    def zero_outside(i, buffer, at, is_inside):
+        buffer[at + i] = buffer[at + i] if is_inside else uint32(0)
 
     @unrolled(VECTORS)
     def load_vectors(n, u, buffer, row, sub):
         is_inside = n < FULL or sub < ROW_VECTORS - n * LANES
-        x = stream_16(row + 16 * LANES * n if is_inside else row - 16 * int64(sub))
-        zero = uint32(0)
-        assign(buffer, (u * VECTORS + n) * VECTOR, x if is_inside else (zero, zero, zero, zero))
+        at = (u * VECTORS + n) * WORDS
+        assign(buffer, at, stream(row + NBYTES * LANES * n if is_inside else row - NBYTES * int64(sub)))
+        zero_outside(buffer, at, is_inside)
 
     @unrolled(shape.requests)
     def load(u, buffer, base, offset, group, sub):
@@ -165,20 +178,38 @@ def make_rows(shape: LaneShape, row_address: Any) -> Steps:
     return Steps(load, load_query)
 
 
+def make_widen(shape: LaneShape) -> Any:
+    """The device function ``widen(wide, words)``: the elements of a lane's vectors, as float32."""
+    PER_WORD, unpack_word = VECTOR // shape.words, unpack(shape.config.kv_kind, shape.config.hardware_fp8)
+
+    @unrolled(shape.requests * shape.vectors * shape.words)
+    def widen(i, wide, words):
+        assign(wide, i * PER_WORD, unpack_word(words[i]))
+
+    return widen
+
+
 def make_scores(shape: LaneShape) -> Steps:
     """The device functions from q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
-    SCORES, WORDS = shape.requests * HEADS, shape.requests * ELEMENTS
+    SCORES, WORDS_OF_TOKEN = shape.requests * HEADS, shape.vectors * shape.words
+    NUM_WIDE, widen = shape.requests * ELEMENTS, make_widen(shape)
     modify = make_modify(shape.config.score_mod)
 
     @unrolled(SCORES * ELEMENTS)
-    def dot(step, s, keys, query):
-        """Compute this lane's part of q . k."""
+    def add_products(step, s, keys, query):
         i, j = step // ELEMENTS, step % ELEMENTS
         u, h = i // HEADS, i % HEADS
         if j == 0:
             s[i] = float32(0)
-        s[i] = float32(s[i] + bits_float(keys[u * ELEMENTS + j]) * query[h * ELEMENTS + j])
+        s[i] = float32(s[i] + keys[u * ELEMENTS + j] * query[h * ELEMENTS + j])
+
+    @device_function
+    def dot(s, keys, query):
+        """Compute this lane's part of q . k."""
+        wide = local_array(NUM_WIDE, float32)
+        widen(wide, keys)
+        add_products(s, wide, query)
 
     @unrolled(SCORES * (shape.lanes.bit_length() - 1))
     def add_lanes(step, s):
@@ -202,9 +233,9 @@ def make_scores(shape: LaneShape) -> Steps:
     def mask_scores(i, s, mine):
         s[i] = s[i] if uint32(mine & (1 << (i // HEADS * TOKENS))) != 0 else NONE
 
-    @unrolled(WORDS)
+    @unrolled(shape.requests * WORDS_OF_TOKEN)
     def mask_words(i, values, mine):
-        values[i] = values[i] if uint32(mine & (1 << (i // ELEMENTS * TOKENS))) != 0 else uint32(0)
+        values[i] = values[i] if uint32(mine & (1 << (i // WORDS_OF_TOKEN * TOKENS))) != 0 else uint32(0)
 
     @device_function
     def mask(s, values, valid, group):
@@ -218,7 +249,8 @@ def make_scores(shape: LaneShape) -> Steps:
 def make_update(shape: LaneShape) -> Any:
     """The device function ``update(s, values, maxima, sums, o)``: the online softmax over this lane's tokens."""
     HEADS, ELEMENTS = shape.config.num_heads, shape.vectors * VECTOR
-    SCORES = shape.requests * HEADS
+    SCORES, NUM_WIDE = shape.requests * HEADS, shape.requests * ELEMENTS
+    widen = make_widen(shape)
 
     @unrolled(SCORES)
     def raise_maxima(i, new, s):
@@ -244,7 +276,7 @@ def make_update(shape: LaneShape) -> Any:
     def add_values(step, s, values, o):
         i, j = step // ELEMENTS, step % ELEMENTS
         u, at = i // HEADS, i % HEADS * ELEMENTS + j
-        o[at] = float32(o[at] + s[i] * bits_float(values[u * ELEMENTS + j]))
+        o[at] = float32(o[at] + s[i] * values[u * ELEMENTS + j])
 
     @device_function
     def update(s, values, maxima, sums, o):
@@ -254,7 +286,9 @@ def make_update(shape: LaneShape) -> Any:
         raise_maxima(new, s)
         rescale(maxima, sums, new, o)
         weigh(s, maxima, sums)
-        add_values(s, values, o)
+        wide = local_array(NUM_WIDE, float32)
+        widen(wide, values)
+        add_values(s, wide, o)
 
     return update
 

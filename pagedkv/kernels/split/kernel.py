@@ -10,7 +10,7 @@ split.
 
 Who owns what. The visible tokens of a sequence are cut into splits whose length depends on their number and that of the
 KV heads alone. A thread block owns one split of one KV head, for all heads of the tile, and each warp takes every
-fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 caches, which is the route to read
+fourth step of its tokens: tensor_cores/few_heads.py, or cuda_cores.py for float32 queries, which is the route to read
 first. If O of all dims does not fit into the registers of a warp (`SplitConfig.warps_for_dims`), a group of two warps
 takes every second step. With more than 16 heads on tensor cores, if rows fit into shared memory (`SplitConfig.staged`),
 all warps take the same tokens, each with heads of its own: tensor_cores/many_heads.py. Then merge.py adds the warps
@@ -67,7 +67,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     sums_layout = make_sums_layout(config)
     make_attend, min_blocks = _inner_loop(config)
     attend_split, merge = make_attend(config, sums_layout), make_merge(config, sums_layout)
-    VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8))
+    VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.on_tensor_cores else 1.0)
 
     @device_function
     def split_size(num_tokens, num_kv_heads):

@@ -88,21 +88,14 @@ class TensorShape:
         return 1 if self.config.heads_of_warp <= 8 else 2
 
     @property
-    def terms(self) -> int:
-        """Terms of 16 bits whose sum is q."""
-        if self.config.q_kind != "float32":
-            return 1
-        return 3 if self.operand == "bfloat16" else 2
-
-    @property
     def is_normalised(self) -> bool:
         """Whether each head of q is brought into the range of float16 by a power of two."""
-        return self.operand == "float16" and self.config.q_kind != "float16"
+        return self.config.q_kind != self.operand
 
     @property
     def is_folded(self) -> bool:
         """Whether a fragment of Q holds two k16 steps."""
-        return self.head_tiles == 1 and self.terms == 1
+        return self.head_tiles == 1
 
     @property
     def k_steps(self) -> int:
@@ -112,9 +105,7 @@ class TensorShape:
     @property
     def q_per_vector(self) -> int:
         """Fragments of Q for a vector of K."""
-        if self.is_folded:
-            return self.k_steps // 2
-        return self.k_steps * (-(-self.terms // 2) if self.head_tiles == 1 else self.terms)
+        return self.k_steps // 2 if self.is_folded else self.k_steps
 
     @property
     def q_fragments(self) -> int:

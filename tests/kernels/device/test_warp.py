@@ -23,7 +23,7 @@ def test_loads_past_the_first_cache(run):
             a, b, c, d = warp.stream_16(where)
             device.store_16(to, a, b, c, d)
             a, b = warp.stream_8(where)
-            c, d = warp.stream_8(where + 8)
+            c, d = warp.stream_4(where + 8)[0], warp.stream_4(where + 12)[0]
             device.store_16(to + 16, a, b, c, d)
             w, x, y, z = warp.load_l2_4(where)
             device.store_16(

@@ -45,19 +45,20 @@ def warp_wide(builder: Any, result: Any, text: str, constraints: str, args: list
 
 def _stream(count: int) -> Any:
     """A load from a cache, which is read once: it bypasses L1, and is volatile so that LLVM keeps program order."""
-    struct = ir.LiteralStructType([I32] * count)
+    result = I32 if count == 1 else ir.LiteralStructType([I32] * count)
     registers = ",".join(f"${i}" for i in range(count))
-    text = f"ld.global.nc.L1::no_allocate.L2::128B.v{count}.u32 {{{registers}}}, [${count}];"
+    vector = "u32 $0" if count == 1 else f"v{count}.u32 {{{registers}}}"
+    text = f"ld.global.nc.L1::no_allocate.L2::128B.{vector}, [${count}];"
 
     def emit(builder: Any, where: Any) -> Any:
-        constraints = "=r," * count + "l"
-        return parts_of(builder, emit_asm(builder, struct, text, constraints, [where], side_effect=True), count)
+        value = emit_asm(builder, result, text, "=r," * count + "l", [where], side_effect=True)
+        return [value] if count == 1 else parts_of(builder, value, count)
 
     doc = f"{4 * count} bytes of global memory that no thread writes during the launch and that are read once."
-    return declare(f"stream_{4 * count}", doc, WORDS_4 if count == 4 else WORDS_2, [int64], emit)
+    return declare(f"stream_{4 * count}", doc, types.UniTuple(uint32, count), [int64], emit)
 
 
-stream_16, stream_8 = _stream(4), _stream(2)
+stream_16, stream_8, stream_4 = _stream(4), _stream(2), _stream(1)
 
 
 def _copy(nbytes: int) -> Any:

@@ -22,10 +22,8 @@ takes every second step: each has all of S, and half of the dims of O.
         B is P    head g, tokens 4t .. 4t + 3: both C of S, packed to 16 bits, where they are
         C is O    the same dims as A, of heads 2t and 2t + 1
 
-Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be idle. If q is exact in 16 bits, they
-hold the next k16 step (`TensorShape.is_folded`): the fragment serves both steps, each with its own accumulators, half
-of them unused. A float32 q is a sum of 2 or 3 terms of 16 bits, and they hold the second term (beside the third one,
-the remainder).
+Rows 8..15 of Q. With 9 to 16 heads they are heads 8..15. With fewer they would be idle, so they hold the next k16 step
+(`TensorShape.is_folded`): the fragment serves both steps, each with its own accumulators, half of them unused.
 
 P has two terms of 16 bits, so that rounding it costs little accuracy (but infinite values may come out as NaN).
 

@@ -111,7 +111,6 @@ def make_products(shape: TensorShape) -> Steps:
     """
     TILES, K_PER_CHUNK, K_VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
     IS_FOLDED, SETS, Q_PER_VECTOR = shape.is_folded, shape.score_sets, shape.q_per_vector
-    FRAGMENTS_OF_STEP = 1 if shape.is_folded else shape.q_per_vector // shape.k_steps
     V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
     EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
     mma = tensor.mma_of(shape.operand)
@@ -138,7 +137,7 @@ def make_products(shape: TensorShape) -> Steps:
     def multiply_steps(i, f, c, raw, buffers, at, a):
         # e is the k16 step of a folded fragment; n the tile, and in it the token of a lane or the one two later.
         e, n = i // (2 * TILES), i % (2 * TILES)
-        step = 2 * f + e if IS_FOLDED else f // FRAGMENTS_OF_STEP
+        step = 2 * f + e if IS_FOLDED else f
         words = at + 8 * ((n // 2) * K_PER_CHUNK + c) + 4 * (n % 2)
         b = key_fragment(buffers, words, step)
         mma(raw, 4 * (n * SETS + e), a, b[0], b[1])

@@ -52,12 +52,8 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         """Turn products into logits. `position` is the lane's first token; tokens past the query take its position."""
         raw = registers.raw
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
-        if IS_FOLDED:  # even k16 steps are in rows g, odd ones in rows g + 8
-            x = float32(raw[8 * n + k] + raw[8 * n + 6 + k])
-        elif HEAD_TILES == 1:  # rows g and g + 8 are two terms of q
-            x = float32(raw[4 * n + k] + raw[4 * n + 2 + k])
-        else:
-            x = raw[4 * n + 2 * h + k]
+        # Folded, even k16 steps are in rows g, odd ones in rows g + 8.
+        x = float32(raw[8 * n + k] + raw[8 * n + 6 + k]) if IS_FOLDED else raw[4 * n + 2 * h + k]
         if MODIFIED:
             k_pos = min(uint32(position + TILE * (n // 2) + 2 * (n % 2) + k), options.q_pos)
             x, head = float32(x * registers.factors[h]), registers.heads[h]
