@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from .steps.code import BYTE, FLOAT, INT32, INT64, SHORT, Code
+from .steps.code import BYTE, FLOAT, INT32, INT64, SHORT, Code, step, vector
 
 
 def _scalar(element: Any, numba_type: Any) -> tuple[Any, Any]:
@@ -37,6 +37,10 @@ get_int32, put_int32 = _scalar(INT32, types.int32)
 get_int, put_int = _scalar(INT64, types.int64)
 get_byte, _ = _scalar(BYTE, types.uint8)
 _, put_short = _scalar(SHORT, types.int16)
+
+prefetch = step(Code.prefetch)
+EIGHT = 8
+copy_eight = step(lambda code, target, source: code.store(code.load(source, vector(EIGHT)), target))
 
 
 @intrinsic

@@ -23,7 +23,7 @@ from .steps.softmax import make_merge_state, make_rescale, make_softmax
 from .steps.step_order import TilePass
 from .steps.tile_pass import PassConfig, groups_at_once, make_add_values, make_score_keys
 from .steps.widen import widened_kind
-from .tiles import SCORES, TileConfig, gather_scales, make_stages, put_row_addresses
+from .tiles import SCORES, TileConfig, gather_scales, make_stages, prefetch_scales, put_row_addresses
 
 SPLIT = 512  # tokens; a multiple of TILE
 
@@ -78,7 +78,7 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             put_row_addresses(v_rows, inputs.v, v_strides, table, block_size, start, max(start, item.first), stop)
             count, after = min(TILE, stop - start), start + TILE
             if scaled:
-                put_scales(scratch, item, inputs, start, stop)
+                put_key_scales(scratch, item, inputs, start, stop)
             keys = TilePass(
                 rows=k_rows, offset=k_offset, head_stride=k_strides[1],
                 next_rows=v_rows, next_offset=v_offset, next_head_stride=v_strides[1],
@@ -87,6 +87,8 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
                 key_factors=scratch.k_scales, row_factors=scratch.row_factors,
             )  # fmt: skip
             score_keys(scratch.scores, scratch.queries, keys)
+            if scaled:
+                put_value_scales(scratch, item, inputs, start, stop)
             weigh(scratch, 0, heads * item.head_rows, item.head_rows, start, count, options, item.seq)
             later, later_offset, later_stride = v_rows, v_offset, v_strides[1]
             if after < stop:
@@ -131,7 +133,7 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
         while start < stop:
             count, after = min(TILE, stop - start), start + TILE
             if scaled:
-                put_scales(scratch, item, inputs, start, stop)
+                put_key_scales(scratch, item, inputs, start, stop)
             begin, end = seen_groups(scratch, item.head_rows // R, R, start)
             turns = (end - begin + at_once - 1) // at_once
             share = (TILE // STEP + turns - 1) // turns * STEP
@@ -144,6 +146,8 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
                 keys = staged_pass(scratch.tile_rows, seen, groups, head_dim, scratch.k_scales, row_factors)
                 score_keys(scratch.scores + row * SCORES, scratch.queries + row * row_bytes, keys)
                 stage_values(v_tile, row_bytes, rows, v_offset, v_strides[3], head_dim, first, until, places)
+            if scaled:
+                put_value_scales(scratch, item, inputs, start, stop)
             weigh(scratch, begin * R, end * R, item.head_rows, start, count, options, item.seq)
             left = max(np.int64(0), min(TILE, stop - after))
             if left > 0:
@@ -163,17 +167,42 @@ def _staged_walk(config: TileConfig, weigh: Callable[..., Any], merges: bool) ->
 
 
 @helper
-def put_scales(scratch, item, inputs, start, stop):
-    """Gather the scales of the tile at `start`, up to `stop`, for the work item's KV heads."""
-    first = max(start, item.first)
+def put_key_scales(scratch, item, inputs, start, stop):
+    """Gather the scales of the keys of the tile at `start`, up to `stop`, and prefetch those of its values."""
+    first, after = max(start, item.first), min(start + TILE, stop)
+    heads = item.first_kv_head, item.kv_heads
     gather_scales(
-        scratch.k_scales, inputs.k_scales, inputs.k_scale_strides, item.table, inputs.block_size, start, first, stop,
-        item.first_kv_head, item.kv_heads,
-    )  # fmt: skip
+        scratch.k_scales,
+        inputs.k_scales,
+        inputs.k_scale_strides,
+        item.table,
+        inputs.block_size,
+        start,
+        first,
+        after,
+        *heads,
+    )
+    prefetch_scales(inputs.v_scales, inputs.v_scale_strides, item.table, inputs.block_size, first, after, *heads)
+
+
+@helper
+def put_value_scales(scratch, item, inputs, start, stop):
+    """Gather the scales of the values of the tile at `start`, up to `stop`, and prefetch those of the next keys."""
+    first, after = max(start, item.first), min(start + TILE, stop)
+    heads = item.first_kv_head, item.kv_heads
     gather_scales(
-        scratch.v_scales, inputs.v_scales, inputs.v_scale_strides, item.table, inputs.block_size, start, first, stop,
-        item.first_kv_head, item.kv_heads,
-    )  # fmt: skip
+        scratch.v_scales,
+        inputs.v_scales,
+        inputs.v_scale_strides,
+        item.table,
+        inputs.block_size,
+        start,
+        first,
+        after,
+        *heads,
+    )
+    until = min(after + TILE, stop)
+    prefetch_scales(inputs.k_scales, inputs.k_scale_strides, item.table, inputs.block_size, after, until, *heads)
 
 
 @helper

@@ -14,8 +14,8 @@ import numpy as np
 
 from ...layouts import FORMATS, CacheSpec
 from ..compile import device, helper
-from .access import get_byte, get_float, get_int, get_int32, put_float, put_int, put_short
-from .steps.code import ELEMENT_BYTES, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
+from .access import EIGHT, copy_eight, get_byte, get_float, get_int, get_int32, prefetch, put_float, put_int, put_short
+from .steps.code import CACHE_LINE, ELEMENT_BYTES, FLOAT_BYTES, INT_BYTES, LANES, STEP, TILE
 from .steps.widen import (
     CHUNK_DIMS,
     PAIR,
@@ -116,18 +116,40 @@ def put_row_addresses(rows, base, strides, table, block_size, start, first, stop
 @helper
 def gather_scales(target, base, strides, table, block_size, start, first, stop, first_head, heads):
     """Store target[h, t] = the scale of token start + t in head first_head + h; only those of first .. stop."""
-    logical, stop = first // block_size, min(stop, start + TILE)
+    logical = first // block_size
     offset = first - logical * block_size
     while first < stop:
         count = min(block_size - offset, stop - first)
         block = np.int64(get_int32(table + logical * TABLE_BYTES))
         source = base + block * strides[0] + first_head * strides[1] + offset * strides[2]
         to = target + (first - start) * FLOAT_BYTES
+        whole = count // EIGHT * EIGHT if strides[2] == FLOAT_BYTES else 0
         for _ in range(heads):
-            for t in range(count):
+            for t in range(0, whole, EIGHT):
+                copy_eight(to + t * FLOAT_BYTES, source + t * FLOAT_BYTES)
+            for t in range(whole, count):
                 put_float(to + t * FLOAT_BYTES, get_float(source + t * strides[2]))
             source += strides[1]
-            to += TILE * FLOAT_BYTES
+            to += SCORES
+        first += count
+        offset = 0
+        logical += 1
+
+
+@helper
+def prefetch_scales(base, strides, table, block_size, first, stop, first_head, heads):
+    """Prefetch the scales of tokens first .. stop: those of a head if they lie side by side, or those of a token."""
+    logical = first // block_size
+    offset = first - logical * block_size
+    is_by_head = strides[2] == FLOAT_BYTES
+    while first < stop:
+        count = min(block_size - offset, stop - first)
+        block = np.int64(get_int32(table + logical * TABLE_BYTES))
+        source = base + block * strides[0] + first_head * strides[1] + offset * strides[2]
+        for _ in range(heads if is_by_head else 1):
+            for t in range(0, count, CACHE_LINE // FLOAT_BYTES if is_by_head else 1):
+                prefetch(source + t * strides[2])
+            source += strides[1]
         first += count
         offset = 0
         logical += 1
