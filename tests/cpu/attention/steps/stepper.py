@@ -53,4 +53,6 @@ def pass_over(rows, num_groups, *, next_rows=None, run_steps=1):
         run_steps=run_steps,
         tile=tile,
         tile_rows=rows_at(tile),
+        key_factors=0,
+        row_factors=0,
     )

@@ -87,7 +87,7 @@ def test_values_are_added_token_after_token(count):
 
 @cache
 def softmax(group_rows, masked):
-    return stepper(make_softmax(group_rows, masked=masked))
+    return stepper(make_softmax(group_rows, masked=masked, rounded=False))
 
 
 def softmax_of(logits, maximum, total, seen=None):
@@ -97,7 +97,7 @@ def softmax_of(logits, maximum, total, seen=None):
     maximum, total, factor = maximum.copy(), total.copy(), np.empty_like(maximum)
     starts, stops = np.zeros((2, group_rows), np.int32) if seen is None else np.array(seen, np.int32)
     run = softmax(group_rows, seen is not None)
-    run(scores, maximum, total, factor, starts, stops, 1000)
+    run(scores, maximum, total, factor, starts, stops, 1000, 0)
     return scores.T, maximum, total, factor
 
 
