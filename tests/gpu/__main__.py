@@ -76,13 +76,13 @@ class Commands:
         """A command under a tool of NVIDIA's, and without one where there is no GPU."""
         return [*([] if self.is_dry else tool.split()), *command]
 
-    def counted(self, command: Sequence[str], kernel: str, skipped: int = 1, count: int = 1) -> Step:
+    def counted(self, command: Sequence[str], kernel: str, seconds: int = 35, skipped: int = 1, count: int = 1) -> Step:
         """Counters of a kernel, and what each of its instructions waits for; no time counts under a profiler."""
         tool, report = COUNTERS.format(kernel, skipped, count), f"/tmp/{kernel}.ncu-rep"
         profiled = shlex.join(self.under(f"{tool} --force-overwrite --export {report}", command))
         pages = [f"ncu --import {report} --page {page}" for page in ("details", "source --csv")]
         command = profiled if self.is_dry else "; ".join([profiled, *pages])
-        return Step(f"ncu {kernel}", 35, ["bash", "-c", command], {results.VARIABLE: os.devnull})
+        return Step(f"ncu {kernel}", seconds, ["bash", "-c", command], {results.VARIABLE: os.devnull})
 
 
 def first(is_dry: bool) -> list[Step]:
@@ -137,8 +137,8 @@ def compare(is_dry: bool) -> list[Step]:
         commands.environment(),
         Step("decode", 110, commands.variants("decode")),
         Step("prefill", 120, commands.variants("prefill")),
-        commands.counted(commands.variants("once"), "split", 0, MOST_VARIANTS),
-        commands.counted(commands.variants("once", "--cells", "prefill"), "prefill_wgmma", 0, MOST_VARIANTS),
+        commands.counted(commands.variants("once"), "split", 50, 0, MOST_VARIANTS),
+        commands.counted(commands.variants("once", "--cells", "prefill"), "prefill_wgmma", 50, 0, MOST_VARIANTS),
         Step("serving", 70, bench("decode", "serving", subjects=["split NHD", *rivals, "FlashInfer XQA"])),
         Step(
             "prompts",

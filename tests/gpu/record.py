@@ -17,6 +17,7 @@ import numpy as np
 import pagedkv
 from pagedkv.emulator import EmulatorDevice
 
+MULTIPROCESSORS = 132
 ROOM = 1 << 44  # between the addresses of two arrays, which nothing follows
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
@@ -25,7 +26,6 @@ class Recorder(EmulatorDevice):
     """A device with the limits of an H100 or an H200 that keeps launches and kernels, and launches nothing."""
 
     lineinfo = False
-    num_multiprocessors = 132
 
     def __init__(self):
         super().__init__()
@@ -47,6 +47,14 @@ class Recorder(EmulatorDevice):
     def scratch(self, name, nbytes):
         self.workspaces[name] = max(nbytes, self.workspaces.get(name, 0))
         return self.address(name, None)
+
+    def blocks_at_once(self, kernel, shared_bytes):
+        """Thread blocks of a kernel that run at the same time, for commits whose grids follow from that."""
+        from pagedkv.compiler.occupancy import occupancy
+
+        resources = kernel.linked.resources()
+        shared_bytes += resources.shared_bytes
+        return MULTIPROCESSORS * occupancy(self.capability, resources.registers, kernel.num_threads, shared_bytes)
 
     def launch(self, kernel, grid, args, shared_bytes=0):
         key = hashlib.sha256(f"{kernel.name}\n{kernel.ptx}".encode()).hexdigest()[:16]

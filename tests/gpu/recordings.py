@@ -20,7 +20,7 @@ from pagedkv.compiler.compile import CompiledKernel
 from pagedkv.compiler.link import Linked
 
 ROOT, FOLDER, SUFFIX = Path(__file__).parents[2], Path(".gpu", "variants"), ".json.gz"
-CAPABILITY, MULTIPROCESSORS = (9, 0), 132
+CAPABILITY = (9, 0)
 ENTRIES_OF_FEW = ("pagedkv_prefill_split", "pagedkv_prefill_merge")
 
 

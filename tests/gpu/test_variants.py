@@ -16,6 +16,7 @@ from pagedkv.cuda import driver
 from ..support.device_fakes import InterfaceArray, recording
 from ..support.strategies import long
 from . import recordings, variants
+from .record import Recorder
 from .record import recording as record
 from .test_harness import out as out  # a fixture
 
@@ -112,6 +113,7 @@ def test_what_is_launched_on_a_gpu_is_what_a_call_with_its_arrays_launches(folde
     (operation,) = recordings.operations(cell)
     with recording() as devices:
         leave(folder, ["a"], [cell])
+        monkeypatch.setattr(Recorder, "blocks_at_once", lambda self, kernel, shared_bytes: 2 * 132)
         monkeypatch.setattr(variants, "open_gpu", lambda: SimpleNamespace(num_multiprocessors=132))
         monkeypatch.setattr(variants.Comparison, "_require_code", lambda self: None)
         monkeypatch.setattr(variants.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
@@ -128,6 +130,16 @@ def test_what_is_launched_on_a_gpu_is_what_a_call_with_its_arrays_launches(folde
         assert (kernel.entry, own[0], shared_bytes) == (other.entry, expected[0], expected_bytes)
         assert named(own[1]) == named(expected[1])
         assert result.data_ptr() in own[1] or kernel.entry == "pagedkv_prefill_split"
+
+
+def test_as_many_thread_blocks_as_run_at_once_on_132_multiprocessors():
+    """By registers: 3 blocks of 4 warps with 168 registers a thread, 2 with more."""
+
+    def kernel(registers):
+        resources = SimpleNamespace(registers=registers, shared_bytes=1024)
+        return SimpleNamespace(num_threads=128, linked=SimpleNamespace(resources=lambda: resources))
+
+    assert [Recorder().blocks_at_once(kernel(n), 512) for n in (168, 169)] == [3 * 132, 2 * 132]
 
 
 def test_what_a_driver_refuses_is_linked_here(folder, monkeypatch):

@@ -33,7 +33,8 @@ from pagedkv.cuda import driver
 from pagedkv.emulator import EmulatorDevice
 
 from . import results
-from .recordings import CELLS, DRY, MULTIPROCESSORS, Variant, folder_of, operations, record, recorded_variants
+from .record import MULTIPROCESSORS
+from .recordings import CELLS, DRY, Variant, folder_of, operations, record, recorded_variants
 from .speeds import OnTheHost
 
 REPEATS = 15
