@@ -108,6 +108,7 @@ class Kernel:
         part = build(whole.spec.replace(seq_lens=(length - query_len + stop,), query_lens=(stop - start,)))
         part.q[...] = whole.q[start:stop]
         part.k_cache, part.v_cache, part.block_tables = whole.k_cache, whole.v_cache, whole.block_tables
+        part.options.update((name, x) for name, x in whole.options.items() if name in ("k_scales", "v_scales"))
         return self.attend(part, device=open_device(global_race=True, **checks) if open_device else None)
 
 
@@ -202,12 +203,16 @@ CPU_DECODE = (
     cpu_kernel("decode", kv_dtype="fp8_e4m3", q_dtype="float16", head_dim=96, strides="strided"),
     cpu_kernel("decode", kv_dtype="float32", head_dim=40, layout="vllm", strides="strided"),
     cpu_kernel("decode", kv_dtype="fp8_e4m3", head_dim=80, layout="vllm"),
+    cpu_kernel("decode", kv_dtype="int8", q_dtype="bfloat16", head_dim=96, strides="strided"),
+    cpu_kernel("decode", kv_dtype="int8", head_dim=80, layout="vllm"),
 )
 CPU_PREFILL = (
     cpu_kernel("prefill", kv_dtype="float32", head_dim=64),
     cpu_kernel("prefill", **BF16, head_dim=128, layout="HND", strides="halves"),
     cpu_kernel("prefill", kv_dtype="fp8_e4m3", q_dtype="float16", head_dim=96, strides="strided"),
     cpu_kernel("prefill", kv_dtype="fp8_e4m3", head_dim=80, layout="vllm", strides="strided"),
+    cpu_kernel("prefill", kv_dtype="int8", q_dtype="bfloat16", head_dim=96, strides="strided"),
+    cpu_kernel("prefill", kv_dtype="int8", head_dim=80, layout="vllm"),
     cpu_kernel("prefill", kv_dtype="float32", head_dim=40),  # whose last vector is partly filled
 )
 CPU = (*CPU_DECODE, *CPU_PREFILL)

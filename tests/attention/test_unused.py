@@ -29,13 +29,14 @@ def test_what_is_not_used_does_not_change_a_bit(kernel, open_device):
         assert_same_bits(kernel.attend(kernel.build(**fields, poison=poison), open_device), expected)
 
 
-def place_of(problem, position, kv_head):
-    """The index of a row of a cache: that of a token of the first sequence."""
-    p = problem.spec.block_size
-    block, offset = problem.block_tables[0, position // p], position % p
-    if problem.spec.layout == "vllm":
-        return block, kv_head, slice(None), offset
-    return (block, offset, kv_head) if problem.spec.layout == "NHD" else (block, kv_head, offset)
+def row_of(problem, which, position, kv_head):
+    """The row of a token of the first sequence in K or V; of one with a scale of its own, that scale as (1,)."""
+    spec = problem.spec
+    block, offset = problem.block_tables[0, position // spec.block_size], position % spec.block_size
+    cache = problem.caches[f"{which}_scales"][..., None] if spec.has_scales else problem.caches[f"{which}_cache"]
+    if spec.layout == "vllm" and not spec.has_scales:
+        return cache[block, kv_head, :, offset]
+    return cache[block, offset, kv_head] if spec.layout == "NHD" else cache[block, kv_head, offset]
 
 
 NAN_IN_USE = (*CPU, *DECODE, *(kernel for kernel in PREFILLS if kernel not in LONG), FEW_ROWS)
@@ -53,7 +54,7 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it_and_no_others(kernel, open_de
     fields = {"seq_lens": (length,), "query_lens": query_lens, "window": window, "kv_scales": None, "strides": "own"}
     problem = kernel.build(**fields)
     out, lse = kernel.attend(problem, open_device)
-    problem.k_cache[place_of(problem, position, 1)] = 0x7F if kernel.spec.is_fp8 else np.nan
+    row_of(problem, "k", position, 1)[...] = 0x7F if kernel.spec.is_fp8 else np.nan
     got, got_lse = kernel.attend(problem, open_device)
     seen, first = np.zeros(lse.shape, bool), length - len(lse)
     rows = slice(max(0, position - first), None if window is None else position - first + window)
@@ -66,15 +67,19 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it_and_no_others(kernel, open_de
 @each_kernel(*CPU_DECODE)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_value_that_is_not_finite_reaches_its_element_alone(kernel, open_device, value):
-    """The last value too: the step that reads it reaches past it, where it must not be multiplied by zero."""
-    if kernel.spec.is_fp8 and value == np.inf:
-        pytest.skip("e4m3 has no infinity")
+    """The last value too: the step that reads it reaches past it, where it must not be multiplied by zero.
+
+    A row of int8 is NaN as a whole.
+    """
+    if kernel.spec.kv_format.coded and value == np.inf:
+        pytest.skip("e4m3 has no infinity, and no scale of int8 is one")
+    elements = slice(None) if kernel.spec.has_scales else 5
     for length, position in ((550, 515), (515, 514)):
         problem = kernel.build(seq_lens=(length,), strides="own")
-        problem.v_cache[place_of(problem, position, 1)][5] = 0x7F if kernel.spec.is_fp8 else value
+        row_of(problem, "v", position, 1)[elements] = 0x7F if kernel.spec.is_fp8 else value
         out, lse = kernel.attend(problem, open_device)
         hit = np.zeros(out.shape, bool)
-        hit[0, kernel.spec.group_size :, 5] = True
+        hit[0, kernel.spec.group_size :, elements] = True
         np.testing.assert_array_equal(~np.isfinite(out.astype(np.float32)), hit)
         np.testing.assert_array_equal(np.isnan(out.astype(np.float32)), hit & np.isnan(value))
         assert np.isfinite(lse).all()

@@ -75,9 +75,12 @@ DECODE_KERNELS = [
     Kernel("bfloat16", 64, alone=False),
     Kernel("float16", 64, alone=False),
     Kernel("fp8_e4m3", 32),
+    Kernel("int8", 32),
+    Kernel("int8", 16, alone=False),
     Kernel("float32", 8, is_vllm=True),
     Kernel("float16", 16, is_vllm=True, alone=False),
     Kernel("fp8_e4m3", 16, is_vllm=True, alone=False),
+    Kernel("int8", 16, is_vllm=True, alone=False),
     Kernel("float32", 64, score_mod=fading_parity),
 ]
 MORE_DECODE_KERNELS = [
@@ -92,6 +95,8 @@ MORE_DECODE_KERNELS = [
     *(Kernel("fp8_e5m2", width) for width in (16, 64)),
     *(Kernel(kv_dtype, 8) for kv_dtype in ("bfloat16", "fp8_e4m3")),
     Kernel("float16", 16),
+    *(Kernel("int8", 8), Kernel("int8", 64), Kernel("int8", 64, is_vllm=True, alone=True)),
+    Kernel("int8", 64, score_mod=own_parity),
 ]
 PREFILL_KERNELS = [
     Kernel("float32", 64),
@@ -99,11 +104,14 @@ PREFILL_KERNELS = [
     Kernel("float16", 16),
     Kernel("fp8_e4m3", 32),
     Kernel("fp8_e4m3", 16, is_vllm=True),
+    Kernel("int8", 16),
+    Kernel("int8", 16, is_vllm=True),
     Kernel("float32", 64, score_mod=fading_parity),
 ]
 MORE_PREFILL_KERNELS = [
     *(Kernel("fp8_e5m2", 64), Kernel("float32", 8), Kernel("float32", 8, is_vllm=True)),
     Kernel("bfloat16", 64, score_mod=own_parity),
+    *(Kernel("int8", 8), Kernel("int8", 64), Kernel("int8", 64, score_mod=own_parity)),
 ]
 
 

@@ -227,12 +227,12 @@ def build(spec: Spec, like: Problem | None = None) -> Problem:
         blocks, free = free[:count], free[count:]
         block_tables[seq, :count] = blocks
         own = _contents(spec, seq_id, length, query_len) if like is None else like.contents[seq]
-        contents.append(own)
         position = np.arange(length)
         block, offset = blocks[position // spec.block_size], position % spec.block_size
         rows = list(own[1:])
         if spec.fingerprint:
             rows[1::2] = _stored(spec, _fingerprints(spec, block, offset))
+        contents.append((own[0], *rows))
         first = int(options["leftpad"][seq]) if spec.leftpad else 0
         if spec.poisons_left_of_window and spec.window:
             first = max(first, length - query_len + 1 - spec.window)
@@ -286,6 +286,7 @@ def _options(spec: Spec, ids: tuple[int, ...], query_lens: tuple[int, ...], rng:
         options["sinks"] = (3 * rng.standard_normal(spec.num_heads)).astype(np.float32)
     if spec.kv_format.coded:
         options["kv_dtype"] = spec.kv_dtype
+    if spec.kv_format.scale == "call":
         if spec.kv_scales == "scalar":
             options |= {"k_scale": 0.5, "v_scale": 1.75}
         elif spec.kv_scales == "per head":

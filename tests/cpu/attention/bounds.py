@@ -9,6 +9,7 @@ import mmap
 import numpy as np
 
 import pagedkv
+from pagedkv.layouts import as_given
 
 from ...attention.kernels import CPU_DECODE
 from ...support.problems import FLOATS
@@ -27,21 +28,13 @@ def guarded(array, at_end):
     return copy
 
 
-def shapes_of(spec, num_blocks, block_size, item):
-    """The shapes of K and of V."""
-    heads, dim = spec.num_kv_heads, spec.head_dim
-    if spec.layout == "vllm":
-        return (num_blocks, heads, dim * item // 16, block_size, 16 // item), (num_blocks, heads, dim, block_size)
-    return ((num_blocks, *((block_size, heads) if spec.layout == "NHD" else (heads, block_size)), dim),) * 2
-
-
 def attend(spec, block_size, length, at_end):
     """Decode, and prefill of some rows, few and many, with all blocks in use; how many calls that were."""
-    dtype = FLOATS.get(spec.kv_dtype, np.dtype(np.uint8))
     table, lens = np.arange(length // block_size, dtype=np.int32)[None], np.array([length], np.int32)
-    shapes = shapes_of(spec, table.size, block_size, dtype.itemsize)
-    k_cache, v_cache = (guarded(np.zeros(shape, dtype), at_end) for shape in shapes)
-    options = {"layout": spec.layout, "kv_dtype": None if spec.kv_dtype in FLOATS else spec.kv_dtype}
+    parts = spec.kv_format.parts(spec.layout, table.size, block_size, spec.num_kv_heads, spec.head_dim)
+    k_cache, v_cache, *scales = as_given(spec.layout, [guarded(np.zeros(*part), at_end) for part in parts])
+    options = {"layout": spec.layout, "kv_dtype": spec.kv_dtype if spec.kv_format.coded else None}
+    options |= dict(zip(("k_scales", "v_scales"), scales, strict=False))
     counts = [n for n in (1, 5, 70) if n <= length]
     for rows in counts:
         q = guarded(np.ones((rows, spec.num_heads, spec.head_dim), FLOATS[spec.q_dtype]), at_end)

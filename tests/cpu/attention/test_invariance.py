@@ -113,7 +113,8 @@ def test_kv_heads_one_by_one(kernel, open_device):
         group = slice(head * kernel.spec.group_size, (head + 1) * kernel.spec.group_size)
         one = kernel.build(num_kv_heads=1)
         one.q = problem.q[:, group]
-        one.k_cache, one.v_cache = problem.k_cache[:, :, head : head + 1], problem.v_cache[:, :, head : head + 1]
+        one.k_cache, one.v_cache, *scales = (x[:, :, head : head + 1] for x in problem.caches.values())
+        one.options |= dict(zip(("k_scales", "v_scales"), scales, strict=False))
         one.block_tables = problem.block_tables
         assert_same_bits(run(one), (out[:, group], lse[:, group]))
 
