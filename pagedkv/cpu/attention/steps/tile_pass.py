@@ -101,13 +101,18 @@ def make_add_values(config: PassConfig) -> Any:
     return step(emit)
 
 
-def _reach(code: Code, tile_pass: TilePass, bytes_of_dim: int, num_steps: Value, least: int) -> Value:
-    """How many steps ahead rows are prefetched: from `least` to `num_steps`."""
+def _reach(
+    code: Code, tile_pass: TilePass, bytes_of_dim: int, steps_of_next: int, num_steps: Value, least: int
+) -> Value:
+    """How many steps ahead rows are prefetched: from `least` to `num_steps`.
+
+    A step of the next tile may have the tokens of several steps; those of its first steps are all to be prefetched.
+    """
     builder, step_bytes = code.builder, code.times(tile_pass.head_dim, bytes_of_dim)
     if prefetches_into_l1():
         # What the other heads' rows of the same tokens leave free in L1.
         free = builder.sub(INT64(L1_BYTES), builder.mul(tile_pass.num_heads, step_bytes))
-        reach = code.smaller(builder.sdiv(free, step_bytes), tile_pass.num_heads)
+        reach = code.smaller(builder.sdiv(free, step_bytes), code.times(tile_pass.num_heads, steps_of_next))
     else:
         reach = builder.sdiv(INT64(L2_REACH), step_bytes)
     return code.smaller(code.greater(reach, INT64(least)), num_steps)
@@ -200,7 +205,9 @@ def _emit_steps(
 
     start = order.position(INT64(0))
     least = 2 if one_ahead else 1  # rows that are widened one step ahead have been prefetched by then
-    reach = _reach(code, tile_pass, step_tokens * ELEMENT_BYTES[config.kind], order.num_steps, least)
+    steps_of_next = VALUE_STEP // step_tokens if config.kind in INTEGERS else 1
+    bytes_of_dim = step_tokens * ELEMENT_BYTES[config.kind]
+    reach = _reach(code, tile_pass, bytes_of_dim, steps_of_next, order.num_steps, least)
     if one_ahead:
         widen_rows(code, config.kind, tile_pass.tile, stride, order.rows(start), tile_pass.head_dim)
     code.loop(order.num_steps, [*start, *order.position(reach)], one_step)
