@@ -137,6 +137,7 @@ def compare(is_dry: bool) -> list[Step]:
         commands.environment(),
         Step("decode", 110, commands.variants("decode")),
         Step("prefill", 120, commands.variants("prefill")),
+        Step("few rows", 50, commands.variants("few")),
         commands.counted(commands.variants("once"), "split", 50, 0, MOST_VARIANTS),
         commands.counted(commands.variants("once", "--cells", "prefill"), "prefill_wgmma", 50, 0, MOST_VARIANTS),
         Step("serving", 70, bench("decode", "serving", subjects=["split NHD", *rivals, "FlashInfer XQA"])),

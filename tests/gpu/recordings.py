@@ -51,6 +51,14 @@ CELLS = {
         MIXED,
         prompt(1, 16384, group="full", causal=False),
     ],
+    "few": [
+        Cell("few rows", (n,) * b, 8 * group_size, **kind)
+        for b, n, kind in (
+            *((b, n, BF16) for b, n in ((32, 2048), (32, 8192), (1, 4096), (1, 32768), (8, 1024))),
+            (32, 8192, FP8),
+        )
+        for group_size in (4, 8, 16)
+    ],
     # Small enough for a sanitizer: each inner loop, ragged lengths, several splits.
     "same": [
         *(
@@ -66,17 +74,18 @@ CELLS = {
     ],
 }
 DRY = {
-    "decode": [Cell("kernelbench", (530, 530), 8, 2, 64)],
+    "decode": [Cell("decode", (40, 40), 8, 2, 64)],
+    "few": [Cell("few rows", (530, 530), 8, 2, 64)],
     "prefill": [prompt(1, n, num_heads=8, num_kv_heads=2, head_dim=64) for n in (40, 70, 100)],
     "same": [Cell("same", (300, 7), 8, 2, 64)],
 }
 
 
 def operations(cell: Cell) -> list[str]:
-    """What is recorded of a cell: in KernelBench's, with G of 4 and 8, also prefill's kernel for few rows."""
+    """What is recorded of a cell: of the group "few rows" decode, and prefill's kernel for few rows."""
     if max(cell.query_lens) > 1:
         return ["prefill"]
-    return ["decode", "prefill"] if cell.group == "kernelbench" else ["decode"]
+    return ["decode", "prefill"] if cell.group == "few rows" else ["decode"]
 
 
 def recorded_of(cells: Sequence[Cell]) -> list[tuple[str, str, dict[str, Any]]]:

@@ -60,7 +60,11 @@ def double_scale(name, recorded):
 
 @pytest.mark.parametrize(
     ("operation", "cell"),
-    [("decode", STEP), ("prefill", CHUNK), *long((name, recordings.DRY[name][0]) for name in variants.PEERS)],
+    [
+        ("decode", STEP),
+        ("prefill", CHUNK),
+        *long([("decode", recordings.DRY["few"][0]), ("prefill", recordings.DRY["prefill"][0])]),
+    ],
     ids=str,
 )
 def test_variants_take_turns_beside_peers_and_a_wrong_one_has_no_time(folder, operation, cell):
@@ -72,7 +76,7 @@ def test_variants_take_turns_beside_peers_and_a_wrong_one_has_no_time(folder, op
     assert {name: found[name]["same bits"] for name in "abc"} == {"a": True, "b": False, "c": True}
     assert found["b"]["us"] is None
     assert found["b"]["note"].startswith("wrong: error")
-    names = ["a", "c", *(f"{name}, {variants.FEW}" for name in "ac" if cell.group == "kernelbench")]
+    names = ["a", "c", *(f"{name}, {variants.FEW}" for name in "ac" if cell.group == "few rows")]
     assert all(found[name]["us"] > 0 and found[name]["note"] is None for name in names)
     assert (found["a"]["B"], found["a"]["MHz"], found["a"]["least MHz"]) == (len(cell.seq_lens), 1755, 1500)
     assert found["cuDNN" if operation == "decode" else "cuDNN dense"]["note"] is not None

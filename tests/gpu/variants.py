@@ -2,9 +2,9 @@
 
 ``record COMMIT ...`` compiles what each commit launches in each cell, without a GPU, and leaves a file for each in
 ``.gpu/variants``, in this order: see `recordings`. The rest run them on a GPU, where nothing is compiled. ``decode``
-and ``prefill`` time them in turns, beside peers; ``same`` runs each ``--repeats`` times and compares bits, those of the
-first commit too; ``once`` runs each once, for a profiler. ``--dry`` runs small cells in the emulator, whose figures say
-nothing.
+and ``prefill`` time them in turns, beside peers, and ``few`` decode beside prefill's kernel for few rows; ``same`` runs
+each ``--repeats`` times and compares bits, those of the first commit too; ``once`` runs each once, for a profiler.
+``--dry`` runs small cells in the emulator, whose figures say nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIB = 2**20
 FLOORS = (4, 8, 16, 32, 64, 96, 256, 1024)  # MiB that are read
 SM_CLOCK = 1  # NVML_CLOCK_SM
 SHOWN = (  # in the log, of each row
-    *("B", "n", "L", "Hkv", "D", "kv", "us", "read us", "share", "TFLOP/s", "spread", "late", "MHz", "same bits"),
+    *("B", "n", "L", "Hq", "Hkv", "D", "kv", "us", "read us", "share", "TFLOP/s", "spread", "late", "MHz", "same bits"),
     *("subject", "note"),
 )
 # What a bit pattern is compared as: NaN is not equal to itself.
@@ -160,7 +160,7 @@ class Comparison:
         return {"MHz": median(self.clocks), "least MHz": min(self.clocks)} if self.clocks else {}
 
     def calls(self, problem: GpuProblem) -> dict[str, Callable[[], Callable[[], torch.Tensor]]]:
-        """What makes the calls of each variant on a cell; in decode's also those of prefill."""
+        """What makes the calls of each variant on a cell, of each operation that is recorded."""
         cell = problem.cell
         return {
             f"{variant.name}{f', {FEW}' if operation != operations(cell)[0] else ''}": partial(
@@ -183,6 +183,10 @@ class Comparison:
         for cell in cells:
             self.compare("decode", cell)
 
+    def few(self, cells: Sequence[Cell]) -> None:
+        for cell in cells:
+            self.compare("decode", cell, peers=())
+
     def prefill(self, cells: Sequence[Cell]) -> None:
         times: dict[str, dict[Cell, float]] = {}
         megahertz: dict[str, float] = {}
@@ -196,7 +200,7 @@ class Comparison:
             if len(prompts) > 2:
                 results.append(fit="prefill", variant=name, **fit(prompts), **megahertz)
 
-    def compare(self, operation: str, cell: Cell) -> dict[str, float]:
+    def compare(self, operation: str, cell: Cell, peers: Sequence[str] | None = None) -> dict[str, float]:
         """Append a row for each variant and each peer on a cell, in turns; returns their seconds."""
         problem, same, expected = Drawn(self.gpu, cell, self.where), {}, {}
 
@@ -211,8 +215,9 @@ class Comparison:
             error = (out.float() - right.float()).abs().max() / right.float().abs().max()
             return float(error) if bool(torch.isfinite(out).all()) else float("inf")
 
-        peers = {"decode": decode_peers, "prefill": prefill_peers}[operation].SUBJECTS
-        makers = self.calls(problem) | {name: partial(peers[name], problem) for name in PEERS[operation]}
+        those = {"decode": decode_peers, "prefill": prefill_peers}[operation].SUBJECTS
+        chosen = PEERS[operation] if peers is None else peers
+        makers = self.calls(problem) | {name: partial(those[name], problem) for name in chosen}
         subjects = {name: partial(named, name, make) for name, make in makers.items()}
         num_bytes = cell.num_bytes if operation == "decode" else None
         others: dict[str, Callable[[], Any]] = {measure.EMPTY: partial(self.gpu.read, 0)}
@@ -306,7 +311,7 @@ class Clock:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.variants", description=__doc__)
-    parser.add_argument("operation", choices=["record", "decode", "prefill", "same", "once"])
+    parser.add_argument("operation", choices=["record", "decode", "prefill", "few", "same", "once"])
     parser.add_argument("commits", nargs="*", help="to record")
     parser.add_argument("--cells", choices=["decode", "prefill"], default="decode", help="of which once runs one")
     parser.add_argument("--repeats", type=int, default=200)
