@@ -59,15 +59,15 @@ CELLS = {
         )
         for group_size in (4, 8, 16)
     ],
-    # Small enough for a sanitizer: each inner loop, ragged lengths, several splits.
+    # Small enough for a sanitizer: each inner loop, ragged lengths, several splits, and more units than run at once.
     "same": [
         *(
-            Cell("same", (9000, 17, 530), 4 * g, 4, d, **kind)
+            Cell("same", (9000, 17, 530, *(40,) * 5), 4 * g, 4, d, **kind)
             for g, d, kind in ((4, 128, BF16), (8, 128, BF16), (4, 64, {}))
         ),
-        Cell("same", (9000, 17, 530), 16, 4, **FP8),
+        Cell("same", (9000, 17, 530, *(40,) * 5), 16, 4, **FP8),
         *(
-            Cell("same", (290, 7, 700), 16, 4, d, query_lens=(200, 7, 150), **kind)
+            Cell("same", (900, 7, 700, 500), 16, 4, d, query_lens=(700, 7, 150, 500), **kind)
             for d, kind in ((64, {}), (128, {}), (128, BF16), (256, BF16), (128, FP8))
         ),
         Cell("same", (9000, 40), 16, 4, query_lens=(3, 2)),
