@@ -66,6 +66,10 @@ class Device(Protocol):
         """
         ...
 
+    def blocks_at_once(self, kernel: CompiledKernel, shared_bytes: int) -> int:
+        """How many thread blocks of a kernel, with this much dynamic shared memory each, run at the same time."""
+        ...
+
     def launch(
         self,
         kernel: CompiledKernel,

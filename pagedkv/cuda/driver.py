@@ -270,6 +270,11 @@ class CudaDevice:
                     raise
             return before - self.num_bytes
 
+    def blocks_at_once(self, kernel: CompiledKernel, shared_bytes: int) -> int:
+        """How many thread blocks of a kernel run at the same time; see `Device`."""
+        with self._gpu.relaxed():
+            return self._gpu.blocks_at_once(kernel, shared_bytes)
+
     def launch(
         self, kernel: CompiledKernel, grid: tuple[int, int, int], args: Sequence[int | float], shared_bytes: int = 0
     ) -> None:

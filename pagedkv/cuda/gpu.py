@@ -64,6 +64,7 @@ class Gpu:
     capability : tuple of int
     max_shared_bytes : int
         Shared memory that one block can have when it opts in.
+    num_multiprocessors : int
     """
 
     def __init__(self, ordinal: int, driver: Any, core: Any) -> None:
@@ -82,6 +83,7 @@ class Gpu:
                 f'{FIRST_CAPABILITY[0]}.{FIRST_CAPABILITY[1]} (Ampere) or newer: use backend="cpu" on host arrays'
             )
         self.max_shared_bytes = self._attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+        self.num_multiprocessors = self._attribute("MULTIPROCESSOR_COUNT")
         # Kept here, since every call asks whether its stream is captured.
         self._is_capturing = driver.cuStreamIsCapturing
         self._not_captured = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -160,6 +162,12 @@ class Gpu:
             self.call(self.driver.cuKernelSetAttribute, attribute, shared_bytes, kernel.handle, self.handle)
             self._opted_in[compiled] = shared_bytes
         return kernel
+
+    def blocks_at_once(self, compiled: CompiledKernel, shared_bytes: int) -> int:
+        """Thread blocks of a kernel that run on this GPU at the same time; call it in `relaxed`."""
+        handle = self.driver.CUfunction(int(self.kernel(compiled, shared_bytes).handle))
+        of_one = self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return int(self.call(of_one, handle, compiled.num_threads, shared_bytes)) * self.num_multiprocessors
 
     def is_captured(self, stream: int) -> bool:
         """Whether a graph is being captured on the stream, which is not 0; any GPU may be current, or none."""

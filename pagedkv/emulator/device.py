@@ -73,6 +73,8 @@ class EmulatorDevice:
         Shared memory of one thread block.
     lineinfo : bool
         Whether kernels are compiled with line information, so that faults name Python lines; it is True.
+    num_blocks_at_once : int
+        Thread blocks that are said to run at the same time.
     launches : list of LaunchStats
         What each launch did.
     memory : Device
@@ -100,6 +102,7 @@ class EmulatorDevice:
     capability = (9, 0)
     max_shared_bytes = MAX_SHARED_BYTES
     lineinfo = True
+    num_blocks_at_once = 8  # few, so that small launches let thread blocks take several parts of the work
 
     def __init__(
         self,
@@ -179,6 +182,10 @@ class EmulatorDevice:
             buffer = self._scratch[name] = self.memory.alloc(nbytes, name=name, poison=False)
             buffer.zeroed = True
         return buffer.address
+
+    def blocks_at_once(self, kernel: Kernel, shared_bytes: int) -> int:
+        """How many thread blocks a launch that lets them take several parts of the work has at most."""
+        return self.num_blocks_at_once
 
     def launch(
         self, kernel: Kernel, grid: int | Sequence[int], args: Sequence[int | float], shared_bytes: int = 0

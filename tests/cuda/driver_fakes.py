@@ -64,6 +64,7 @@ class Recorder:
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major",
         CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
         CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="shared",
+        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="multiprocessors",
     )
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic")
     CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
@@ -71,7 +72,7 @@ class Recorder:
     CU_MEMHOSTALLOC_PORTABLE = 1
 
     def __init__(self, capability=(9, 0), num_gpus=2):
-        self.attributes = {"major": capability[0], "minor": capability[1], "shared": 232448}
+        self.attributes = {"major": capability[0], "minor": capability[1], "shared": 232448, "multiprocessors": 132}
         self.num_gpus = num_gpus
         self.calls = []
         self.thread = Thread()
@@ -240,6 +241,9 @@ class Recorder:
 
     def cuKernelSetAttribute(self, attribute, value, kernel, device):
         return (self._effect("allow", attribute, value, kernel, device),)
+
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, function, num_threads, shared_bytes):
+        return Code(0 if self.context else 201), 2
 
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         grid, block = ([getattr(config, f"{of}Dim{axis}") for axis in "XYZ"] for of in ("grid", "block"))

@@ -38,6 +38,14 @@ def test_a_device_has_all_that_the_protocol_asks_for(cuda):
             assert list(mine.parameters) == list(inspect.signature(function).parameters), name
 
 
+def test_thread_blocks_that_run_at_once_are_asked_for_in_any_context_and_in_a_capture(cuda):
+    device = cuda_device(0, 7)
+    cuda.thread.context = 0
+    assert device.blocks_at_once(kernel("split"), 100_000) == 2 * 132
+    cuda.begin_capture(7)
+    assert device.blocks_at_once(kernel("other"), 0) == 2 * 132
+
+
 def test_a_device_is_one_for_each_gpu_and_stream(cuda):
     device = cuda_device(0, 7)
     assert cuda_device(0, 7) is device

@@ -9,6 +9,7 @@ NEEDLE = ATTENTION + "test_needles.py::test_a_needle_brings_exactly_its_own_valu
 LENGTHS = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries" + USUAL
 CUDA_CORES = ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries[emulator-split-D64-G3-P16-float32-float32]"
 COUNTERS = SPLIT + "test_counters_are_ready_for_the_next_launch" + USUAL
+UNITS = SPLIT + "test_the_thread_block_that_computes_a_unit_changes_no_bits" + USUAL
 STAGES = (
     "tests/kernels/split/test_many.py::test_the_last_stage_may_have_any_number_of_tokens"
     "[emulator-split-D64-G17-P16-float16-float16]"
@@ -60,14 +61,14 @@ MUTANTS = [
     ),
     Mutant(
         "split: no barrier before the sums of warps are added",
-        "            cuda.syncthreads()\n            output = output_of(",
-        "            output = output_of(",
+        "                cuda.syncthreads()\n                output = output_of(",
+        "                output = output_of(",
         LENGTHS,
     ),
     Mutant(
         "split: a split takes the first token of the next one",
-        "min(uint32(first + size - 1), q_pos)",
-        "min(uint32(first + size), q_pos)",
+        "min(uint32(first + size - 1), ",
+        "min(uint32(first + size), ",
         LENGTHS,
     ),
     Mutant(
@@ -111,9 +112,21 @@ MUTANTS = [
     ),
     Mutant(
         "split: entries are prefetched past the end of the block table",
-        "last_token = min(uint32(first + size - 1), uint32(max_seq_len - 1))",
-        "last_token = uint32(first + size - 1)",
+        "prefetch_l2(table + int64(min(entry, last_entry)) * 4)",
+        "prefetch_l2(table + int64(entry) * 4)",
         SPLIT + "test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length",
+    ),
+    Mutant(
+        "split: no barrier before the length of the next unit, after one without a split",
+        "            elif PERSISTENT:\n                cuda.syncthreads()",
+        "            elif PERSISTENT:\n                pass",
+        UNITS,
+    ),
+    Mutant(
+        "split: a thread block takes the same columns again",
+        "uint32(number + uint32(cuda.gridDim.x)) if",
+        "uint32(number + uint32(num_columns)) if",
+        UNITS,
     ),
     Mutant(
         "split: one sequence alone fills half a GPU",

@@ -80,6 +80,7 @@ class RecordingDevice:
     capability = (9, 0)
     max_shared_bytes = 227 * 1024
     lineinfo = False
+    num_blocks_at_once = 2 * 132
 
     def __init__(self):
         self.launches = []
@@ -94,6 +95,9 @@ class RecordingDevice:
     def scratch(self, name, nbytes):
         """An address for each name, without memory behind it."""
         return self._workspaces.setdefault(name, (len(self._workspaces) + 1) << 40)
+
+    def blocks_at_once(self, kernel, shared_bytes):
+        return self.num_blocks_at_once
 
     def launch(self, kernel, grid, args, shared_bytes=0):
         self.launches.append((kernel, grid, tuple(args), shared_bytes))

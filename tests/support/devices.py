@@ -81,6 +81,9 @@ class CopyingDevice:
     def scratch(self, name, nbytes):
         return self._device.scratch(name, nbytes)
 
+    def blocks_at_once(self, *kernel):
+        return self._device.blocks_at_once(*kernel)
+
     def launch(self, *launch):
         self._device.launch(*launch)
         # Waits, so that an error is that of this launch.

@@ -1,7 +1,8 @@
 """Planning of kernel "split": decode attention for NHD and HND in one launch.
 
-The grid follows from the keys that a row may see, within the bound on lengths, which is the capacity of the block
-tables if nothing better is known. It never follows from lengths: the host does not read those of a device.
+The units of a launch follow from the keys that a row may see, within the bound on lengths, which is the capacity of the
+block tables if nothing better is known. They never follow from lengths: the host does not read those of a device. The
+grid has a thread block for each unit, or, where thread blocks take several in turn, as many as the device runs at once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...kernels.split.config import SplitConfig
-from ...kernels.split.kernel import dynamic_bytes, make_split
+from ...kernels.split.kernel import dynamic_bytes, is_persistent, make_split
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_X, Device
 from .check import lens_of, with_check, workspaces_of_check
 from .plan import (
@@ -40,24 +41,29 @@ def plan(device: Device, call: AttentionCall) -> Plan:
     """
     spec, options = call.spec, call.options
     config = split_config(call, capability=device.capability)
-    needed, most_splits = workspaces(call, capability=device.capability), _most_splits(call, config)
+    needed = workspaces(call, capability=device.capability)
+    most_splits, num_columns = _most_splits(call, config), _num_columns(call, config)
+    kernel, shared_bytes = compile_for(device, make_split, config), dynamic_bytes(config)
+    grid = (num_columns, most_splits, 1)
+    if is_persistent(config):
+        grid = (min(num_columns * most_splits, device.blocks_at_once(kernel, shared_bytes)), 1, 1)
     launch = Launch(
-        compile_for(device, make_split, config),
-        (_num_columns(call, config), most_splits, 1),
+        kernel,
+        grid,
         (
             *("out", "lse", "split_sums", "split_states", "split_counters"),
             *("q", "k_cache", "v_cache", "block_tables", lens_of(call)),
             *("alibi_slopes", "sinks", "k_scale", "v_scale"),
         ),
         (
-            *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits),
+            *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits, num_columns),
             *options.visible.scalars,
             *(call.block_tables.strides[0], *call.q.strides[:2], *out_strides(call)),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
             *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
             *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
         ),
-        dynamic_bytes(config),
+        shared_bytes,
     )
     return Plan(with_check(device, call, launch), needed, arrays_of(call))
 
@@ -71,14 +77,13 @@ def workspaces(call: AttentionCall, *, capability: Capability) -> Workspaces:
         More thread blocks than a grid has.
     """
     config = split_config(call, capability=capability)
-    num_columns = _num_columns(call, config)
-    if num_columns > LARGEST_GRID_X:
+    num_columns, most_splits = _num_columns(call, config), _most_splits(call, config)
+    if num_columns * most_splits > LARGEST_GRID_X:
         raise ValueError(
-            f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head, must be below 2**31 "
-            f"on a device, got {num_columns}"
+            f"num_seqs * num_kv_heads, times the number of thread blocks that share a KV head and that of splits of a "
+            f"sequence, must be below 2**31 on a device, got {num_columns * most_splits}"
         )
     num_seqs, num_heads, head_dim = call.q.shape
-    most_splits = _most_splits(call, config)
     num_partials = num_seqs * num_heads * most_splits if most_splits > 1 else 1
     return (
         ("split_sums", num_partials * head_dim * FLOAT_BYTES),

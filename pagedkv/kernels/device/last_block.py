@@ -1,14 +1,14 @@
-"""The end of a launch that splits its work: the last thread block to count itself merges the results of all.
+"""The end of work that is split: the thread block that counts the last split merges the results of all.
 
-Every thread block of a grid column counts once, with or without work, so the number that a counter reaches depends on
-the grid alone. It is 0 again after every launch and every replay of a CUDA graph, whatever the lengths are, and even if
+Every split of a column is counted once, with or without work, so the number that a counter reaches depends on the
+launch alone. It is 0 again after every launch and every replay of a CUDA graph, whatever the lengths are, and even if
 they change while the kernel runs.
 """
 
 from __future__ import annotations
 
 from .intrinsics.warp import count_up, fence, load_shared_word, store_shared_word
-from .language import cuda, int64, uint32
+from .language import cuda, uint32
 from .source import device_function
 
 
@@ -24,16 +24,15 @@ def publish(thread):
 
 
 @device_function
-def is_last(thread, counters, most_splits, num_splits, count_word):
-    """Count this thread block, and return whether it merges `num_splits` results; every thread calls it.
+def is_last(thread, counter, most_splits, num_splits, count_word):
+    """Count a split, and return whether this thread block merges `num_splits` results; every thread calls it.
 
-    `counters` is the address of one counter for each grid column, which is `most_splits` blocks high; `count_word` is
-    the shared address of a word. The fence of thread 0 and the barrier make the stores of other blocks visible to all
-    threads.
+    `counter` is the address of the column's counter, which counts `most_splits`; `count_word` is the shared address of
+    a word. The fence of thread 0 and the barrier make the stores of other blocks visible to all threads.
     """
     if most_splits == 1:
         return False
-    counter, last = counters + int64(cuda.blockIdx.x) * 4, uint32(most_splits - 1)
+    last = uint32(most_splits - 1)
     if num_splits <= 1:  # nothing waits to be merged
         if thread == 0:
             count_up(counter, last)

@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
+class SplitUnit(NamedTuple):
+    """What a thread block computes at a time: one split of a sequence, for the query heads of a tile."""
+
+    column: Any  # of a sequence, KV head and tile, whose splits are merged
+    split: Any
+    seq: Any
+    kv_head: Any
+    head: Any  # the number of the first query head
+
+
 class SplitQuery(NamedTuple):
     """The query heads of a thread block, or of one of its warps, which read the same KV head."""
 

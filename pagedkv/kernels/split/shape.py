@@ -11,6 +11,7 @@ K_VECTOR = 64  # bytes of a row that the four lanes of a token load at once
 CHUNK = 256  # bytes of a row in a buffer: one holds K and one V of 128 dims of 16 bits
 MOST_BLOCKS = 4  # the most thread blocks to ask for on a multiprocessor
 OTHER_REGISTERS = 40  # registers of a thread, at least, beside O and buffers
+LOOP_REGISTERS = 8  # more, at least, for a loop over units
 FRAGMENT_BYTES = 512  # of a warp's fragment; warps with the same heads share one copy in shared memory
 
 
@@ -153,4 +154,16 @@ class TensorShape:
 
         The linker takes fewer while these spill. Two have enough in flight if rows wait in shared memory.
         """
-        return 2 if self.config.staged else max(2, min(MOST_BLOCKS, 512 // (self.registers + OTHER_REGISTERS)))
+        return 2 if self.config.staged else self._blocks_beside(OTHER_REGISTERS)
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether thread blocks take units in turn: not where what they keep from one to the next costs one of them.
+
+        Before 9.0, 140 bytes would spill at D = 128, G = 8.
+        """
+        keep_blocks = self.config.staged or self._blocks_beside(OTHER_REGISTERS + LOOP_REGISTERS) == self.min_blocks
+        return self.config.architecture >= 9 and keep_blocks
+
+    def _blocks_beside(self, other: int) -> int:
+        return max(2, min(MOST_BLOCKS, 512 // (self.registers + other)))

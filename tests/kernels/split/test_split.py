@@ -85,6 +85,28 @@ def test_counters_are_ready_for_the_next_launch(kernel, open_device):
             assert_same_bits(result, expected)
 
 
+def few_at_once(open_device, count):
+    """Opens devices that run so many thread blocks at once; a GPU runs as many as it can."""
+
+    def opened(**checks):
+        device = open_device(**checks)
+        device.num_blocks_at_once = count
+        return device
+
+    return opened
+
+
+@each_kernel(SPLIT, MANY_HEADS)
+def test_the_thread_block_that_computes_a_unit_changes_no_bits(kernel, open_device):
+    """All units to one, three that take turns, one for each; and thread blocks in another order."""
+    problem = kernel.build(seq_lens=(700, 3, 0, 300), num_kv_heads=2, sinks=True)
+    expected = kernel.attend(problem, few_at_once(open_device, 1))
+    assert_close(problem, *expected)
+    for count, seed in ((3, 1), (3, 2), (1000, 3)):
+        device = few_at_once(open_device, count)(seed=seed, global_race=True)
+        assert_same_bits(kernel.attend(problem, device=device), expected)
+
+
 def with_loads_for_prefetches(launch):
     """A launch whose prefetches are loads, which the emulator checks and records."""
     ptx = launch.kernel.ptx

@@ -25,7 +25,7 @@ from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
 from pagedkv.kernels.split.lanes import slots_bytes
 from pagedkv.kernels.split.tensor_cores.stages import StageShape
 
-from ...attention.kernels import MANY_HEADS, SPLIT, decode_kernel
+from ...attention.kernels import CUDA_CORES, MANY_HEADS, SPLIT, decode_kernel
 from ...machine_code.sass import code_of, loop_of
 from ...support.device_fakes import RecordingDevice, without_code
 from ...support.strategies import long
@@ -154,17 +154,18 @@ def test_the_grid_follows_from_capacity_and_window():
     kernel = SPLIT
     plan, call = plan_of(kernel, seq_lens=(1000, 3), num_kv_heads=3)
     capacity = call.block_tables.shape[1] * 16
-    assert plan.launches[0].grid == (6, -(-capacity // SHORTEST_SPLIT), 1)
-    assert plan_of(kernel, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
+    assert plan.launches[0].grid == (6 * -(-capacity // SHORTEST_SPLIT), 1, 1)
+    assert plan_of(kernel, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6 * 2, 1, 1)
     assert plan_of(kernel, seq_lens=(9, 3), num_kv_heads=3)[0].launches[0].grid == (6, 1, 1)
     two_tiles = decode_kernel("split", 64, 1, "float16", "fp8_e4m3", group_size=71)
     for kernel, softcap, num_tiles in ((MANY_HEADS, None, 1), (two_tiles, 2.0, 2)):
         tiles = plan_of(kernel, seq_lens=(9, 3), num_kv_heads=3, softcap=softcap)[0]
         assert tiles.launches[0].grid == (6 * num_tiles, 1, 1)
+    assert plan_of(CUDA_CORES, seq_lens=(1000, 3), num_kv_heads=3, window=300)[0].launches[0].grid == (6, 2, 1)
 
 
 @without_code()
-def test_a_bound_leaves_few_thread_blocks_without_work():
+def test_a_bound_leaves_few_units_without_work():
     """128 sequences of 512 tokens in tables of 131,072, as a CUDA graph has them."""
     kernel = decode_kernel("split", 128, 16, "float16", "float16", group_size=8)
     call = kernel.call(kernel.build(seq_lens=(1,), num_kv_heads=8))
@@ -172,14 +173,15 @@ def test_a_bound_leaves_few_thread_blocks_without_work():
         q=np.broadcast_to(call.q, (128, *call.q.shape[1:])),
         block_tables=np.broadcast_to(call.block_tables[:, :1], (128, 131_072 // 16)),
     )
-    grids = {}
+    splits = {}
     for bound in (512, 131_072):
         plan = split.plan(RecordingDevice(), call._replace(max_seq_len=bound))
         (launch,) = plan.launches
-        num_columns, grids[bound], _ = launch.grid
+        splits[bound], num_columns = launch.scalars[3:5]
         assert num_columns == 128 * 8
-        assert dict(plan.workspaces)["split_sums"] == 128 * 64 * grids[bound] * 128 * 4
-    assert grids == {512: 2, 131_072: 32}
+        assert dict(plan.workspaces)["split_sums"] == 128 * 64 * splits[bound] * 128 * 4
+        assert launch.grid == (RecordingDevice.num_blocks_at_once, 1, 1)
+    assert splits == {512: 2, 131_072: 32}
 
 
 @given(n=st.integers(1, 10**6))
