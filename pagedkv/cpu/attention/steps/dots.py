@@ -34,7 +34,7 @@ from .code import (
     vector,
 )
 from .step_order import RowAddresses, RowsToPrefetch, prefetch_turn
-from .widen import CHUNK_DIMS, INTEGERS, RowsToWiden, chunk_vectors, widen_chunk
+from .widen import CHUNK_DIMS, INTEGERS, UNIT, RowsToWiden, chunk_vectors, repeated_int8, widen_chunk
 
 PARTS = 8  # sums of a dot product
 
@@ -92,7 +92,10 @@ def dot_products(
     groups = code.rows(queries, query_stride, num_groups)
 
     def parts(address: Value) -> list[Value]:
-        """A chunk of a key, as vectors of `places`."""
+        """A chunk of a key, as vectors of `places`, which may be repeated for each row already."""
+        if kind == "int8" and group_rows > 1:
+            # Bytes are repeated by the load, so that widening is all there is to do in registers.
+            return [repeated_int8(code, code.plus(address, dim), group_rows) for dim in range(0, CHUNK_DIMS[kind], UNIT)]
         if kind in ("float32", "int16"):
             return [code.load(address, vector(places, element), n * FLOAT_BYTES) for n in range(0, chunk, places)]
         widened = widen_chunk(code, kind, address)

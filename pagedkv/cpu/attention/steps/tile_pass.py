@@ -53,7 +53,7 @@ def make_score_keys(config: PassConfig) -> Any:
     """The step ``score_keys(scores, queries, tile_pass)``: the dot products of all query rows with a tile of keys."""
     kind, R = config.kind, config.group_rows
     wide = kind if config.staged else widened_kind(kind)
-    reads = kind if config.whole and R == 1 else wide
+    reads = kind if config.whole and (R == 1 or kind == "int8") else wide
 
     def emit(code: Code, scores: Value, queries: Value, tile_pass: TilePass) -> None:
         builder, row_bytes = code.builder, code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)

@@ -243,6 +243,11 @@ def _from_int8(code: Code, raw: Value) -> Value:
     return code.builder.bitcast(_to_shorts(code, raw), vector(raw.type.count // 2, INT32))
 
 
+def repeated_int8(code: Code, address: Value, times: int) -> Value:
+    """A unit of int8 as int32 that hold two int16 each, several times."""
+    return _from_int8(code, code.repeat(code.load(address, vector(UNIT, BYTE)), UNIT * times))
+
+
 def _from_bfloat16(code: Code, bits: Value) -> Value:
     lanes = bits.type.count
     words = code.builder.zext(bits, vector(lanes, INT32))
