@@ -228,8 +228,8 @@ class Code:
         builder, lanes = self.builder, largest.type.count
         least = builder.bitcast(self.constant(LEAST, lanes), largest.type)
         most = builder.bitcast(self.greater(largest, least), vector(lanes))
-        number = self.constant(LARGEST_SHORT, lanes)
-        return builder.fdiv(number, most), builder.fdiv(most, number)
+        by, unit = (self.constant(number, lanes) for number in (LARGEST_SHORT, 1 / LARGEST_SHORT))
+        return builder.fdiv(by, most), builder.fmul(most, unit)
 
     def shorts(self, x: Value) -> Value:
         """x rounded to int16, to nearest even, in the lower halves of int32; the upper halves are anything."""

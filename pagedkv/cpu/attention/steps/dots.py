@@ -95,7 +95,9 @@ def dot_products(
         """A chunk of a key, as vectors of `places`, which may be repeated for each row already."""
         if kind == "int8" and group_rows > 1:
             # Bytes are repeated by the load, so that widening is all there is to do in registers.
-            return [repeated_int8(code, code.plus(address, dim), group_rows) for dim in range(0, CHUNK_DIMS[kind], UNIT)]
+            return [
+                repeated_int8(code, code.plus(address, dim), group_rows) for dim in range(0, CHUNK_DIMS[kind], UNIT)
+            ]
         if kind in ("float32", "int16"):
             return [code.load(address, vector(places, element), n * FLOAT_BYTES) for n in range(0, chunk, places)]
         widened = widen_chunk(code, kind, address)

@@ -17,6 +17,7 @@ from .code import (
     INT32,
     INT64,
     LANES,
+    STEP,
     TILE,
     VALUE_STEP,
     Code,
@@ -26,8 +27,6 @@ from .code import (
 )
 from .step_order import RowAddresses, RowsToPrefetch, prefetch_turn
 from .widen import CHUNK_DIMS, INTEGERS, PAIR, RowsToWiden, pair_chunk, widen_chunk
-
-PAIRS = VALUE_STEP // 2
 
 
 def widens_in_registers(kind: str, num_rows: int) -> bool:
@@ -72,23 +71,25 @@ def add_values(
         begin = code.times(first, LANES * ELEMENT_BYTES[kind])
         at = [(builder.add(row, place), v * LANES * FLOAT_BYTES) for row in targets for v in range(width)]
 
-        def pair(p: Value, sums: list[Value]) -> list[Value]:
+        def step_of_pairs(i: Value, sums: list[Value]) -> list[Value]:
+            """The pairs of STEP tokens."""
             if to_prefetch is not None:
                 turn = builder.udiv(first, INT64(width))
-                prefetch_turn(code, to_prefetch, code.times(p, 2), 2, turn, width * LANES)
-            if kind == "int8":
-                low = rows.after(code, builder.add(p, builder.and_(p, INT64(PAIR))))
-                both = [builder.add(low.at(code, t), begin) for t in (0, PAIR)]
-                dims = range(0, width * LANES, CHUNK_DIMS[kind])
-                value = [v for dim in dims for v in pair_chunk(code, *(code.plus(row, dim) for row in both))]
-            else:
-                row = builder.add(rows.after(code, p).at(code, 0), place)
-                value = [code.load(row, vector(LANES, INT32), v * LANES * FLOAT_BYTES) for v in range(width)]
-            weight = builder.add(weights, code.times(p, group_rows * FLOAT_BYTES))
-            for r in range(num_rows):
-                w = code.splat(code.load(weight, INT32, of_group(r)), LANES)
-                those = slice(r * width, (r + 1) * width)
-                sums[those] = [code.add_products(v, w, x) for v, x in zip(value, sums[those], strict=True)]
+                prefetch_turn(code, to_prefetch, code.times(i, STEP), STEP, turn, width * LANES)
+            mine = rows.after(code, code.times(i, STEP if kind == "int8" else PAIR))
+            weight = builder.add(weights, code.times(i, PAIR * group_rows * FLOAT_BYTES))
+            for p in range(PAIR):
+                if kind == "int8":
+                    both = [builder.add(mine.at(code, t), begin) for t in (p, p + PAIR)]
+                    dims = range(0, width * LANES, CHUNK_DIMS[kind])
+                    value = [v for dim in dims for v in pair_chunk(code, *(code.plus(row, dim) for row in both))]
+                else:
+                    row = builder.add(mine.at(code, p), place)
+                    value = [code.load(row, vector(LANES, INT32), v * LANES * FLOAT_BYTES) for v in range(width)]
+                for r in range(num_rows):
+                    w = code.splat(code.load(weight, INT32, p * group_rows * FLOAT_BYTES + of_group(r)), LANES)
+                    those = slice(r * width, (r + 1) * width)
+                    sums[those] = [code.add_products(v, w, x) for v, x in zip(value, sums[those], strict=True)]
             return sums
 
         def token(t: Value, sums: list[Value]) -> list[Value]:
@@ -112,8 +113,8 @@ def add_values(
 
         if kind in INTEGERS:
             zeros = [code.constant(0, LANES, INT32)] * len(at)
-            for i, whole in enumerate(code.loop(INT64(PAIRS), zeros, pair)):
-                factor = code.load(weights, FLOAT, PAIRS * group_rows * FLOAT_BYTES + of_group(i // width))
+            for i, whole in enumerate(code.loop(INT64(VALUE_STEP // STEP), zeros, step_of_pairs)):
+                factor = code.load(weights, FLOAT, VALUE_STEP // 2 * group_rows * FLOAT_BYTES + of_group(i // width))
                 number, (row, v) = builder.sitofp(whole, vector(LANES)), at[i]
                 code.store(code.fma(code.splat(factor, LANES), number, code.load(row, vector(LANES), v)), row, v)
             return
