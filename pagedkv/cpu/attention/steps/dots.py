@@ -132,30 +132,42 @@ def dot_products(
         passes = [code.loop(turns, zeros, partial(turn, chain)) for chain in range(0, chains, together)]
         sums = [x for of_sum in zip(*passes, strict=True) for x in of_sum]
         for g in range(num_groups):
-            add = builder.add if factors else builder.fadd
-            totals = _totals(code, add, sums[g * at_once * chains : (g + 1) * at_once * chains], chains, group_rows)
-            if factors is not None:
-                of_group = code.load(factors.rows, vector(group_rows), g * group_rows * FLOAT_BYTES)
-                of_keys = code.load(builder.add(factors.keys, code.times(first, FLOAT_BYTES)), vector(at_once))
-                spread = code.shuffle(of_keys, [t for t in range(at_once) for _ in range(group_rows)])
-                by = builder.fmul(code.repeat(of_group, group_rows * at_once), spread)
-                totals = builder.fmul(builder.sitofp(totals, by.type), by)
+            of_group = sums[g * at_once * chains : (g + 1) * at_once * chains]
+            if factors is None:
+                totals = _totals(code, of_group, chains, group_rows)
+            else:
+                of_keys = builder.add(factors.keys, code.times(first, FLOAT_BYTES))
+                of_rows = code.plus(factors.rows, g * group_rows * FLOAT_BYTES)
+                totals = _scaled_totals(code, of_group, ScoreFactors(of_keys, of_rows), group_rows)
             place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))
             code.store(totals, place, g * TILE * group_rows * FLOAT_BYTES)
 
     code.repeatedly(INT64(STEP // at_once), some_keys)
 
 
-def _totals(code: Code, add: Callable[[Value, Value], Value], sums: list[Value], chains: int, group_rows: int) -> Value:
+def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Value:
     """The dot products of all keys and rows of a group, as one vector."""
+    add = code.builder.fadd
     fours = (
         [add(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
         if chains > 1
-        else [code.halve(x, add, 4 * group_rows) for x in sums]
+        else [code.halve(x, add, PARTS // 2) for x in sums]
     )
-    together = code.joined(fours)
-    for _ in range(2):
-        lanes = together.type.count
-        together = add(code.shuffle(together, range(0, lanes, 2)), code.shuffle(together, range(1, lanes, 2)))
-    assert together.type.count == group_rows * len(fours)
-    return together
+    return _add_neighbours(code, add, code.joined(fours), group_rows * len(fours))
+
+
+def _scaled_totals(code: Code, sums: list[Value], factors: ScoreFactors, group_rows: int) -> Value:
+    """The dot products of all keys and rows of a group from sums of whole numbers, as one vector."""
+    builder, keys = code.builder, len(sums)
+    totals = _add_neighbours(code, builder.add, code.joined(sums), group_rows * keys)
+    of_rows = code.repeat(code.load(factors.rows, vector(group_rows)), group_rows * keys)
+    of_keys = code.load(factors.keys, vector(keys))
+    spread = code.shuffle(of_keys, [t for t in range(keys) for _ in range(group_rows)])
+    return builder.fmul(builder.sitofp(totals, of_rows.type), builder.fmul(of_rows, spread))
+
+
+def _add_neighbours(code: Code, add: Callable[[Value, Value], Value], x: Value, count: int) -> Value:
+    """Add neighbours in x until `count` lanes are left."""
+    while (lanes := x.type.count) > count:
+        x = add(code.shuffle(x, range(0, lanes, 2)), code.shuffle(x, range(1, lanes, 2)))
+    return x
