@@ -56,6 +56,7 @@ PAGED = [
     decode_kernel("v2", 512, 16, "bfloat16", "bfloat16"),
     decode_kernel("v2", 48, 256, "float16", "fp8_e4m3", capability=(8, 0)),
     decode_kernel("v2", 64, 16, "bfloat16", "bfloat16", score_mod=nothing_for_head_1),
+    decode_kernel("v2", 48, 32, "float16", "int8"),
 ]
 # Others that have the same in other pairs.
 MORE_PAGED = [
@@ -83,6 +84,8 @@ SPLITS = [
     decode_kernel("split", 64, 1, "float16", "fp8_e4m3", group_size=71, **CAPPED),
     decode_kernel("split", 256, 16, "bfloat16", "fp8_e5m2", group_size=33, capability=(8, 0)),
     decode_kernel("split", 320, 16, "float32", "fp8_e5m2", group_size=8, capability=(10, 0)),
+    decode_kernel("split", 72, 3, "float16", "int8", group_size=12, **CAPPED, capability=(8, 0)),
+    decode_kernel("split", 64, 16, "bfloat16", "int8", group_size=17),
 ]
 MORE_SPLITS = [
     decode_kernel("split", 128, 16, "bfloat16", "bfloat16", group_size=16),
@@ -112,6 +115,10 @@ MORE_SPLITS = [
     decode_kernel("split", 256, 16, "bfloat16", "bfloat16", group_size=20),
     decode_kernel("split", 192, 64, "float16", "fp8_e5m2", group_size=48, **CAPPED),
     decode_kernel("split", 200, 5, "float32", "bfloat16", group_size=3, **CAPPED, capability=(8, 0)),
+    decode_kernel("split", 128, 16, "bfloat16", "int8", group_size=4),
+    decode_kernel("split", 320, 16, "float16", "int8", group_size=2, capability=(10, 0)),
+    decode_kernel("split", 256, 16, "float16", "int8", group_size=48, capability=(8, 0)),
+    decode_kernel("split", 96, 7, "float32", "int8", group_size=5, **CAPPED),
 ]
 MORE_PREFILLS = {
     kernel.name: kernel
@@ -183,7 +190,8 @@ def decodes(draw: st.DrawFn, kernel: Kernel) -> Spec:
     lengths = st.sampled_from([n for n in near if n <= longest]) | st.integers(0, longest)
     fields: dict[str, Any] = {}
     if is_split:  # whose loop has options or not; gaps of 8 bytes are for rows without whole vectors
-        strides = ["own", "halves"] if form.is_fp8 and form.head_dim % 16 == 0 else ["own", "halves", "strided"]
+        is_coded = form.kv_format.coded
+        strides = ["own", "halves"] if is_coded and form.head_dim % 16 == 0 else ["own", "halves", "strided"]
         softcap = draw(st.sampled_from([None, 0.7, 30.0])) if form.softcap else None
         alibi = form.softcap is not None and (softcap is None or draw(st.booleans()))
         fields["layout"] = draw(st.sampled_from(["NHD", "HND"]))
@@ -218,7 +226,7 @@ def prefills(draw: st.DrawFn, kernel: Kernel) -> Spec:
     if kernel.kernel == "wgmma":
         lengths = [n + draw(st.sampled_from([0, 0, 128, 256])) for n in lengths]
     layouts, strides = [form.layout] if form.layout == "vllm" else ["NHD", "HND"], ["own", "halves", "strided"]
-    if form.is_fp8 and (form.layout == "vllm" or form.head_dim % 16 == 0):
+    if form.kv_format.coded and (form.layout == "vllm" or form.head_dim % 16 == 0):
         strides.remove("strided")  # gaps of 8 bytes, which whole vectors cannot have
     cores = form.layout == "vllm" or "float32" in (form.q_dtype, form.kv_dtype)
     fields: dict[str, Any] = {}

@@ -174,6 +174,8 @@ SPLIT = decode_kernel("split", 64, 16, "float16", "float16", group_size=4)
 CUDA_CORES = decode_kernel("split", 64, 16, "float32", "float32", group_size=3)
 MANY_HEADS = decode_kernel("split", 64, 16, "float16", "float16", group_size=17)
 SPLIT_FP8 = decode_kernel("split", 64, 16, "float16", "fp8_e4m3", group_size=8)  # four blocks on a multiprocessor
+SPLIT_INT8 = decode_kernel("split", 64, 16, "float16", "int8", group_size=8)
+CORES_INT8 = decode_kernel("split", 64, 16, "float32", "int8", group_size=3)
 DECODE = (V1, V2, SPLIT, CUDA_CORES, MANY_HEADS)
 STAGES_OF_16 = decode_kernel("split", 128, 3, "bfloat16", "bfloat16", group_size=24)  # tokens, of MANY_HEADS 32
 LOOPS = (SPLIT, CUDA_CORES, MANY_HEADS)  # of split
@@ -188,6 +190,7 @@ ONE_STAGE = prefill_kernel("one stage", capability=NO_WARPGROUPS, **HALF, head_d
 FP8 = {"q_dtype": "bfloat16", "kv_dtype": "fp8_e4m3", "group_size": 2, "kv_scales": "per head"}
 PREFILL_FP8 = prefill_kernel("fp8", **FP8, head_dim=80)
 PREFILL_CORES = prefill_kernel("CUDA cores", group_size=3)
+PREFILL_INT8 = prefill_kernel("int8", q_dtype="bfloat16", kv_dtype="int8", group_size=2, head_dim=80)
 VLLM = {"q_dtype": "float16", "kv_dtype": "fp8_e5m2", "group_size": 2, "layout": "vllm", "kv_scales": "scalar"}
 PREFILL_VLLM = prefill_kernel("vllm", **VLLM, head_dim=48)
 BOTH_PREFILLS = (PREFILL, PREFILL_CORES)
@@ -217,11 +220,11 @@ CPU_PREFILL = (
 )
 CPU = (*CPU_DECODE, *CPU_PREFILL)
 # Every kernel on a device; in the short run those of prefill that have the most of their own.
-ON_DEVICE = (*DECODE, SPLIT_FP8, *BOTH_PREFILLS, FEW_ROWS, WGMMA)
+ON_DEVICE = (*DECODE, SPLIT_FP8, SPLIT_INT8, *BOTH_PREFILLS, FEW_ROWS, WGMMA)
 # Those whose launches take long in the emulator.
 SLOW = (FEW_ROWS, WGMMA)
 QUICK = (*CPU, *(kernel for kernel in ON_DEVICE if kernel not in SLOW))
-LONG = (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_VLLM)
+LONG = (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, PREFILL_VLLM)
 ALL = (*CPU, *ON_DEVICE)
 
 

@@ -7,14 +7,17 @@ from pagedkv import reference
 from ..support.problems import assert_close, expect
 from .drawn import PAGED, SPLITS
 from .kernels import (
+    CORES_INT8,
     CPU,
     FEW_ROWS,
     LONG,
     PREFILL_CORES,
     PREFILL_FP8,
+    PREFILL_INT8,
     QUICK,
     SLOW,
     SPLIT_FP8,
+    SPLIT_INT8,
     V1,
     V2,
     decode_kernel,
@@ -61,6 +64,46 @@ def test_scales_of_fp8(kernel, open_device):
     for kv_scales in ("scalar", "per head"):
         problem = kernel.build(kv_scales=kv_scales, num_kv_heads=3)
         assert_close(problem, *kernel.attend(problem, open_device))
+
+
+def spread(problem, name, least, most):
+    """Multiply the scales of a problem's rows, in order, by powers of ten between `least` and `most`."""
+    scales = problem.options[name]
+    factors = 10 ** np.linspace(least, most, scales.shape[0] * scales.shape[1]).astype(np.float32)
+    scales[...] = scales * np.random.default_rng(3).permutation(factors).reshape(*scales.shape[:2], 1)
+
+
+INT8 = (*(kernel for kernel in (*PAGED, *SPLITS) if kernel.spec.has_scales), SPLIT_INT8, CORES_INT8, PREFILL_INT8)
+
+
+@each_kernel(*INT8)
+def test_scales_of_rows_from_a_ten_thousandth_to_ten_thousand(kernel, open_device):
+    """A weight times the scale of a value keeps its bits, and none is too large for float16.
+
+    The bound is the largest output of a head, and half of the smallest float16.
+    """
+    lengths = {"seq_lens": (2, 90, 300), "query_lens": (2, 20, 9) if kernel.is_prefill else None}
+    operation = reference.prefill_attention if kernel.is_prefill else reference.decode_attention
+    for least, most in ((-4, 4), (-4, -4), (4, 4), (-6, -6)):
+        problem = kernel.build(**lengths, num_kv_heads=1, poison="zero")
+        spread(problem, "v_scales", least, most)
+        out, _ = kernel.attend(problem, open_device)
+        expected = operation(*problem.args, **problem.options)[: len(out)]
+        bound = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[problem.spec.q_dtype]
+        error = np.abs(out.astype(np.float32) - expected)
+        assert (error <= bound * np.abs(expected).max(axis=-1, keepdims=True) + 2.0**-25).all()
+
+
+@each_kernel(*INT8)
+def test_a_scale_of_zero_makes_a_row_of_zeros(kernel, open_device):
+    problem = kernel.build(
+        seq_lens=(40,), query_lens=(1,) if kernel.is_prefill else None, num_kv_heads=1, poison="zero"
+    )
+    for name in ("k_scales", "v_scales"):
+        problem.options[name][...] = 0
+    out, lse = kernel.attend(problem, open_device)
+    assert (out == 0).all()
+    np.testing.assert_allclose(lse, np.log(40.0), rtol=1e-6)
 
 
 @each_kernel(*CPU)

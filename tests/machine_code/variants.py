@@ -20,9 +20,9 @@ from pagedkv.kernels.prefill.tensor_cores.parts.shape import PartShape
 from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
 from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from pagedkv.kernels.split.config import FEW_SPLITS, SplitConfig, filling_splits
-from pagedkv.layouts import FORMATS
+from pagedkv.layouts import FORMATS, INT8_MAX, as_given
 from pagedkv.operations import attention, caches
-from pagedkv.typing import KvDtype, Layout
+from pagedkv.typing import Layout
 
 # Sizes of the runs on the emulator.
 NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV heads
@@ -140,6 +140,8 @@ def _normal(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     rng = np.random.default_rng(0)
     if dtype == np.uint8:
         return rng.integers(0, 0x60, shape, np.uint8)
+    if dtype == np.int8:
+        return rng.integers(-INT8_MAX, INT8_MAX + 1, shape, np.int8)
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
@@ -147,7 +149,7 @@ def _split(variant: Variant) -> Work:
     """Decode of one sequence with long splits, or with the shortest that are promised a share; Hkv = 2, NHD."""
     capacity = _split_tokens(variant)
     num_blocks, num_heads = -(-capacity // variant.block_size), NUM_HEADS * variant.group_size
-    k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
+    k_cache, v_cache, coded = _caches(variant, "NHD", num_blocks)
     q = _normal((1, num_heads, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
     options = dict(OPTIONS[variant.options])
@@ -158,7 +160,7 @@ def _split(variant: Variant) -> Work:
     call = partial(
         attention.decode_attention,
         *(q, k_cache, v_cache, tables, np.array([capacity], np.int32)),
-        **{"kv_dtype": fp8, "backend": "emulator", **options},
+        **{"backend": "emulator", **coded, **options},
     )
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
 
@@ -168,7 +170,7 @@ def _prefill(variant: Variant) -> Work:
     is_few = variant.kernel == "prefill_split"
     num_tokens, seq_len = (FEW_TOKENS, LONG_CONTEXT) if is_few else (128 // variant.group_size, PREFILL_TOKENS)
     num_blocks, num_heads = -(-seq_len // variant.block_size), NUM_HEADS * variant.group_size
-    k_cache, v_cache, fp8 = _caches(variant, "NHD", num_blocks)
+    k_cache, v_cache, coded = _caches(variant, "NHD", num_blocks)
     q = _normal((num_tokens, num_heads, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(1, -1)
     options = dict(OPTIONS[variant.options])
@@ -186,7 +188,7 @@ def _prefill(variant: Variant) -> Work:
         with patch.object(prefill, "uses_wgmma", lambda config, capability: variant.kernel == WGMMA):
             return attention.prefill_attention(
                 *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32), np.array([0, num_tokens], np.int32)),
-                **{"kv_dtype": fp8, "backend": "emulator", **options},
+                **{"backend": "emulator", **coded, **options},
             )
 
     return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
@@ -200,11 +202,14 @@ def _split_tokens(variant: Variant) -> int:
     return filling_splits(NUM_HEADS) * config.long_split
 
 
-def _caches(variant: Variant, layout: Layout, num_blocks: int) -> tuple[Any, Any, KvDtype | None]:
+def _caches(variant: Variant, layout: Layout, num_blocks: int) -> tuple[Any, Any, dict[str, Any]]:
+    """K, V and what calls name besides: the format of codes, and the scales of rows that have them."""
     kv_format = FORMATS[variant.kv_kind]
     parts = kv_format.parts(layout, num_blocks, variant.block_size, NUM_HEADS, variant.head_dim)
-    k_cache, v_cache = (_normal(*part) for part in parts)
-    return k_cache, v_cache, kv_format.name if kv_format.coded else None
+    k_cache, v_cache, *scales = as_given(layout, [_normal(*part) for part in parts])
+    options: dict[str, Any] = {"kv_dtype": kv_format.name} if kv_format.coded else {}
+    options |= zip(("k_scales", "v_scales"), (np.abs(x) / 64 for x in scales), strict=False)
+    return k_cache, v_cache, options
 
 
 def _attention(variant: Variant) -> Work:
@@ -212,7 +217,7 @@ def _attention(variant: Variant) -> Work:
     kv_kind = variant.kv_kind or variant.kind
     variant = replace(variant, kv_kind=kv_kind, block_size=variant.block_size or 16)
     num_blocks = NUM_SEQS * CAPACITY // variant.block_size
-    k_cache, v_cache, fp8 = _caches(variant, "vllm", num_blocks)
+    k_cache, v_cache, coded = _caches(variant, "vllm", num_blocks)
     q = _normal((NUM_SEQS, NUM_HEADS, variant.head_dim), FORMATS[variant.kind].stored)
     tables = np.random.default_rng(1).permutation(num_blocks).astype(np.int32).reshape(NUM_SEQS, -1)
     options = OPTIONS[variant.options]
@@ -223,7 +228,7 @@ def _attention(variant: Variant) -> Work:
     call = partial(
         attention.decode_attention,
         *(q, k_cache, v_cache, tables, np.full(NUM_SEQS, SEQ_LEN, np.int32)),
-        **{"layout": "vllm", "kv_dtype": fp8, "kernel": name, "backend": "emulator", **options},
+        **{"layout": "vllm", "kernel": name, "backend": "emulator", **coded, **options},
     )
     if name == variant.kernel:
         return Work(call, {"K": (("k_cache",), visible), "V": (("v_cache",), visible)})
@@ -233,7 +238,7 @@ def _attention(variant: Variant) -> Work:
 def _cache_work(variant: Variant) -> Work:
     """256 consecutive tokens of 2 KV heads in random blocks; for copy_blocks, half of the blocks."""
     layout, num_blocks = cast(Layout, variant.options), NUM_TOKENS // variant.block_size
-    k_cache, v_cache, fp8 = _caches(variant, layout, num_blocks)
+    k_cache, v_cache, coded = _caches(variant, layout, num_blocks)
     blocks = np.random.default_rng(1).permutation(num_blocks).astype(np.int32)
     both = ("k_cache", "v_cache")
     call: Callable[[], Any]
@@ -241,11 +246,11 @@ def _cache_work(variant: Variant) -> Work:
         call = partial(caches.copy_blocks, k_cache, v_cache, blocks.reshape(-1, 2).astype(np.int64), backend="emulator")
         names, nbytes = ("source[0]", "source[1]"), k_cache.nbytes
         return Work(call, {"read": (names, nbytes)}, (names, nbytes))
-    place: dict[str, Any] = {"layout": layout, "kv_dtype": fp8, "backend": "emulator"}
+    place: dict[str, Any] = {"layout": layout, "backend": "emulator", **coded}
     cache_bytes = 2 * k_cache.nbytes
     if variant.kernel == "gather_kv":
         call = partial(caches.gather_kv, k_cache, v_cache, blocks, NUM_TOKENS, **place)
-        return Work(call, {"read": (both, cache_bytes)}, (("k", "v"), cache_bytes * (4 if fp8 else 1)))
+        return Work(call, {"read": (both, cache_bytes)}, (("k", "v"), cache_bytes * (4 if coded else 1)))
     k = _normal((NUM_TOKENS, NUM_HEADS, variant.head_dim), FORMATS[variant.kind].stored)
     slots = (blocks[:, None] * np.int64(variant.block_size) + np.arange(variant.block_size)).reshape(-1)
     call = partial(caches.write_kv, k, k.copy(), k_cache, v_cache, slots, **place)

@@ -9,6 +9,13 @@ FP8_CODES = WRITE_KV + "test_fp8_codes_of_every_16_bit_pattern[emulator-fp8_e4m3
 
 MUTANTS = [
     Mutant(
+        "write_kv: half of the lanes of an int8 row find its largest element",
+        "for b in range(STEPS):\n            largest = max(",
+        "for b in range(STEPS - 1):\n            largest = max(",
+        "tests/kernels/blocks/test_write_kv.py::test_rows_of_int8_have_the_codes_and_scales_of_the_cpu"
+        "[vllm-64-16-float32-False]",
+    ),
+    Mutant(
         "write_kv: a negative slot is written",
         "if slot < 0:\n            return\n",
         "slot = max(slot, 0)\n",

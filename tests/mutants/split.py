@@ -48,6 +48,13 @@ MUTANTS = [
         LENGTHS,
     ),
     Mutant(
+        "split: pivots do not follow the scales of int8 values",
+        "exponent = exponent_of(registers.scales, slot, g) if BY_ROW else float32(0)",
+        "exponent = float32(0)",
+        ATTENTION + "test_options.py::test_scales_of_rows_from_a_ten_thousandth_to_ten_thousand"
+        "[emulator-split-D64-G8-P16-float16-int8]",
+    ),
+    Mutant(
         "split: tokens past the end are not masked on CUDA cores",
         "            scores.mask(s, values, valid, group)\n            update(",
         "            update(",

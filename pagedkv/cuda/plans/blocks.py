@@ -18,12 +18,13 @@ from ...arrays import Array, Shadow
 from ...calls import CopyCall, GatherCall, Rotation, SwapCall, WriteCall
 from ...kernels.blocks.copy_blocks import MAX_CACHES, PIECE, CopyConfig, make_copy_blocks
 from ...kernels.blocks.gather_kv import GatherConfig, make_gather_kv
-from ...kernels.blocks.tokens import NUM_THREADS, num_items
+from ...kernels.blocks.tokens import NUM_THREADS, RowShape, lanes_of_row, num_items, row_shape
 from ...kernels.blocks.write_kv import WriteConfig, make_write_kv
 from ...kernels.device.bad_entries import NUM_BYTES
+from ...kernels.device.sizes import SCALED_BY_ROW
 from ...layouts import VECTOR_BYTES
 from ..device import FIRST_WITH_FP8, LARGEST_GRID_Y, REPORT, Device
-from .plan import compile_for
+from .plan import compile_for, scale_strides
 
 _NO_TABLES = (0,) * 7  # arguments that a kernel without tables does not read
 
@@ -71,11 +72,14 @@ def write_kv(device: Device, call: WriteCall) -> None:
         *call.v.strides[:2],
         *_token_strides(spec.layout, call.k_cache),
         *_token_strides(spec.layout, call.v_cache),
+        *scale_strides(call),
         k_scale,
         v_scale,
         *_rotation_arguments(device, call.rotation),
     )
-    grid = _token_grid(len(call.slots), spec.num_kv_heads, spec.kind, spec.head_dim, is_vllm=config.is_vllm)
+    shape = row_shape(spec.kind, spec.head_dim, is_vllm=config.is_vllm, is_v=False)
+    shape = lanes_of_row(shape) if spec.kind in SCALED_BY_ROW else shape
+    grid = _token_grid(len(call.slots), spec.num_kv_heads, shape)
     device.launch(compile_for(device, make_write_kv, config), grid, arguments)
 
 
@@ -118,10 +122,12 @@ def gather_kv(device: Device, call: GatherCall, k: Array, v: Array) -> None:
         spec.num_blocks,
         *_token_strides(spec.layout, call.k_cache),
         *_token_strides(spec.layout, call.v_cache),
+        *scale_strides(call),
         k_scale,
         v_scale,
     )
-    grid = _token_grid(call.seq_len, spec.num_kv_heads, spec.kind, spec.head_dim, is_vllm=config.is_vllm)
+    shape = row_shape(spec.kind, spec.head_dim, is_vllm=config.is_vllm, is_v=False)
+    grid = _token_grid(call.seq_len, spec.num_kv_heads, shape)
     device.launch(compile_for(device, make_gather_kv, config), grid, arguments)
 
 
@@ -193,13 +199,15 @@ def _token_strides(layout: str, cache: Array) -> tuple[int, int, int, int]:
     return strides[0], strides[3], strides[1], strides[2]
 
 
-def _token_grid(num_tokens: int, num_kv_heads: int, kind: str, head_dim: int, *, is_vllm: bool) -> tuple[int, int, int]:
-    items = num_items(num_tokens, kind, head_dim, is_vllm=is_vllm)
+def _token_grid(num_tokens: int, num_kv_heads: int, shape: RowShape) -> tuple[int, int, int]:
+    items = num_items(num_tokens, shape)
     return -(-items // NUM_THREADS), min(num_kv_heads, LARGEST_GRID_Y), 2
 
 
 def _scale_arguments(device: Device, call: WriteCall | GatherCall) -> list[tuple[int, float]]:
-    """The address and the number of both scales; the kernel reads one or the other."""
+    """The address and the number of both scales; the kernel reads one or the other, or the scales of rows."""
+    if call.k_scales is not None and call.v_scales is not None:
+        return [(device.address("k_scales", call.k_scales), 1.0), (device.address("v_scales", call.v_scales), 1.0)]
     return [
         (device.address(name, scale), 1.0) if isinstance(scale, np.ndarray) else (0, float(scale))
         for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale))

@@ -26,6 +26,8 @@ from .plan import (
     compile_for,
     max_seq_len_of,
     out_strides,
+    scale_pointers,
+    scale_strides,
 )
 
 LONGEST_V1 = 8192  # tokens, by vLLM's rule
@@ -141,13 +143,13 @@ def _grid_of_partitions(call: AttentionCall, max_seq_len: int) -> tuple[int, int
 
 def _inputs(call: AttentionCall) -> tuple[str, ...]:
     """The names of what v1 and v2 read, in the order of their parameters."""
-    return "q", "k_cache", "v_cache", "block_tables", lens_of(call), "alibi_slopes", "sinks", "k_scale", "v_scale"
+    return "q", "k_cache", "v_cache", "block_tables", lens_of(call), "alibi_slopes", "sinks", *scale_pointers(call)
 
 
 def _scalars(call: AttentionCall, max_seq_len: int, out_strides: tuple[int, ...]) -> tuple[int | float, ...]:
     num_heads, spec, options = call.q.shape[1], call.spec, call.options
     return (
-        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, *options.visible.scalars),
+        *(num_heads, num_heads // spec.num_kv_heads, max_seq_len, *options.visible.scalars, *scale_strides(call)),
         call.block_tables.strides[0] // call.block_tables.itemsize,
         *(*call.q.strides[:2], *out_strides),
         *(*call.k_cache.strides[:4], *call.v_cache.strides[:3]),

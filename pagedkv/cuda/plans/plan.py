@@ -14,9 +14,11 @@ from ...compiler.compile import CompiledKernel, compile_kernel
 
 if TYPE_CHECKING:
     from ...arrays import Array
-    from ...calls import AttentionCall, Caches
+    from ...calls import AttentionCall, Caches, GatherCall, WriteCall
     from ...kernels.device.source import KernelSource
     from ..device import Device
+
+    _Call = AttentionCall | WriteCall | GatherCall
 
 Workspaces = tuple[tuple[str, int], ...]
 
@@ -37,10 +39,22 @@ def max_seq_len_of(call: AttentionCall) -> int:
     return min(bucket(call.max_seq_len), call.block_tables.shape[1] * call.spec.block_size, LONGEST)
 
 
-def cache_strides(call: AttentionCall, cache: Array) -> tuple[int, int, int]:
+def cache_strides(call: _Call, cache: Array) -> tuple[int, int, int]:
     """The block, token and head stride of a cache in bytes, 0 for an axis of one element."""
     block, token, head = (0 if n == 1 else stride for n, stride in zip(cache.shape[:3], cache.strides[:3], strict=True))
     return (block, token, head) if call.spec.layout == "NHD" else (block, head, token)
+
+
+def scale_strides(call: _Call) -> tuple[int, ...]:
+    """The strides of the scales of rows, of K and then of V; zeros where rows have none."""
+    if call.k_scales is None or call.v_scales is None:
+        return (0,) * 6
+    return *cache_strides(call, call.k_scales), *cache_strides(call, call.v_scales)
+
+
+def scale_pointers(call: AttentionCall) -> tuple[str, str]:
+    """The names of the arrays that a kernel has scales from: those of rows, or of KV heads."""
+    return ("k_scale", "v_scale") if call.k_scales is None else ("k_scales", "v_scales")
 
 
 def bits_of(number: float) -> int:

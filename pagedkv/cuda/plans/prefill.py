@@ -17,7 +17,7 @@ import numpy as np
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
-from ...kernels.device.sizes import ELEMENT_BITS
+from ...kernels.device.sizes import ELEMENT_BITS, SCALED_BY_ROW
 from ...kernels.device.source import KernelSource
 from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
@@ -49,6 +49,8 @@ from .plan import (
     is_wide,
     max_seq_len_of,
     out_strides,
+    scale_pointers,
+    scale_strides,
 )
 
 _STATES = ("prefill_sums", "prefill_states")
@@ -115,12 +117,12 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
     pointers = (
         *("out", "lse", "q", "k_cache", "v_cache", "block_tables"),
         *(lens_of(call), "query_starts"),
-        *("alibi_slopes", "sinks", "k_scale", "v_scale"),
+        *("alibi_slopes", "sinks", *scale_pointers(call)),
         *kernel.pointers,
     )
     scalars = (
         *(len(call.seq_lens), num_tokens, call.spec.num_kv_heads, num_heads, max_seq_len_of(call)),
-        *(*options.visible.scalars, *kernel.scalars),
+        *(*options.visible.scalars, *scale_strides(call), *kernel.scalars),
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
@@ -260,4 +262,5 @@ def suits_tensor_cores(call: AttentionCall) -> bool:
     options = call.options
     is_rare = options.visible.leftpad is not None or options.mask is not None
     is_rare |= options.alibi_slopes is not None and options.alibi_slopes.ndim == 2
+    is_operand &= spec.kind not in SCALED_BY_ROW
     return is_operand and not is_rare and spec.layout != "vllm" and spec.head_dim <= MOST_DIMS

@@ -28,6 +28,8 @@ from .plan import (
     is_wide,
     max_seq_len_of,
     out_strides,
+    scale_pointers,
+    scale_strides,
 )
 
 
@@ -53,11 +55,11 @@ def plan(device: Device, call: AttentionCall) -> Plan:
         (
             *("out", "lse", "split_sums", "split_states", "split_counters"),
             *("q", "k_cache", "v_cache", "block_tables", lens_of(call)),
-            *("alibi_slopes", "sinks", "k_scale", "v_scale"),
+            *("alibi_slopes", "sinks", *scale_pointers(call)),
         ),
         (
             *(spec.num_kv_heads, call.q.shape[1], max_seq_len_of(call), most_splits, num_columns),
-            *options.visible.scalars,
+            *(*options.visible.scalars, *scale_strides(call)),
             *(call.block_tables.strides[0], *call.q.strides[:2], *out_strides(call)),
             *(*cache_strides(call, call.k_cache), *cache_strides(call, call.v_cache)),
             *(bits_of(options.scale), bits_of(options.softcap or 0.0)),

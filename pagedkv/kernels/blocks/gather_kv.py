@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..device.bad_entries import BLOCK_ID, record
+from ..device.cache_rows import SCALE_STRIDES, scale_of_row, scales_of_keys, scales_of_values
 from ..device.conversions import unpack
 from ..device.intrinsics.thread import address, float_bits, load_1, load_2, load_4, load_8, load_16, store_16
 from ..device.language import cuda, float32, int64, types, uint32, uint64
+from ..device.sizes import SCALED_BY_ROW
 from ..device.source import KernelSource, device_function
 from .tokens import NUM_THREADS, RowShape, make_item, row_shape
 
@@ -27,8 +29,8 @@ class GatherConfig:
     Attributes
     ----------
     kind : str
-        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2". fp8 is widened to float32
-        and multiplied by its scale; the others are copied.
+        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8". Those of 8 bits are
+        widened to float32 and multiplied by their scale; the others are copied.
     head_dim, block_size : int
         D and P.
     is_vllm : bool
@@ -54,15 +56,16 @@ class GatherConfig:
 def make_gather_kv(config: GatherConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters are k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (0 for none),
-    report, num_tokens, num_kv_heads, num_blocks; in bytes the block, position, head and column strides of k_cache and
-    of v_cache; k_scale, v_scale.
+    Its parameters are k_cache, v_cache, k, v (C-contiguous), block_table, k_scales, v_scales (of KV heads or of rows, 0
+    for none), report, num_tokens, num_kv_heads, num_blocks; in bytes the block, position, head and column strides of
+    k_cache and of v_cache, and those of scales of rows; k_scale, v_scale.
     """
     k_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=False)
     v_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=True)
     gather_k, gather_v = (_make_gather(config.kind, row, config.hardware_fp8) for row in (k_row, v_row))
     item = make_item(k_row)
-    row_bytes = int64(config.head_dim * (4 if config.kind.startswith("fp8") else k_row.itemsize))
+    row_bytes = int64(config.head_dim * (4 if k_row.itemsize == 1 else k_row.itemsize))
+    by_row = config.kind in SCALED_BY_ROW
     block_size, checked = uint64(config.block_size), config.checked
     k_per_head, v_per_head = config.k_per_head, config.v_per_head
 
@@ -70,7 +73,7 @@ def make_gather_kv(config: GatherConfig) -> KernelSource:
         k_cache, v_cache, k, v, block_table, k_scales, v_scales, report,
         num_tokens, num_kv_heads, num_blocks,
         k_block_stride, k_position_stride, k_head_stride, k_column_stride,
-        v_block_stride, v_position_stride, v_head_stride, v_column_stride,
+        v_block_stride, v_position_stride, v_head_stride, v_column_stride, scale_strides,
         k_scale, v_scale,
     ):  # fmt: skip
         which, first = item()
@@ -89,23 +92,30 @@ def make_gather_kv(config: GatherConfig) -> KernelSource:
             target = (token * num_kv_heads + head) * row_bytes
             if cuda.blockIdx.z == 0:
                 source = address(k_cache) + block * k_block_stride + position * k_position_stride + head * k_head_stride
-                scale = k_scales[head] if k_per_head else float32(k_scale)
+                if by_row:
+                    scale = scale_of_row(scales_of_keys(k_scales, scale_strides, head), block, position)
+                else:
+                    scale = k_scales[head] if k_per_head else float32(k_scale)
                 gather_k(source, address(k) + target, k_column_stride, first, scale)
             else:
                 source = address(v_cache) + block * v_block_stride + position * v_position_stride + head * v_head_stride
-                scale = v_scales[head] if v_per_head else float32(v_scale)
+                if by_row:
+                    scale = scale_of_row(scales_of_values(v_scales, scale_strides, head), block, position)
+                else:
+                    scale = v_scales[head] if v_per_head else float32(v_scale)
                 gather_v(source, address(v) + target, v_column_stride, first, scale)
             head += int64(cuda.gridDim.y)
 
     bytes_, ints, floats = types.CPointer(types.uint8), types.CPointer(types.int32), types.CPointer(float32)
-    parameters = [bytes_] * 4 + [ints, floats, floats, types.CPointer(int64)] + [int64] * 11 + [types.float64] * 2
+    parameters = [bytes_] * 4 + [ints, floats, floats, types.CPointer(int64)] + [int64] * 11
+    parameters += [SCALE_STRIDES] + [types.float64] * 2
     return KernelSource(gather_kv, types.void(*parameters), NUM_THREADS)
 
 
 def _make_gather(kind: str, row: RowShape, hardware_fp8: bool) -> Any:
     """The device function (address of the cache row, address of the dense row, column stride, first element, scale)."""
     load = _make_load(row)
-    is_fp8 = kind.startswith("fp8")
+    is_coded = row.itemsize == 1
     num_words, chunk, itemsize = row.elements * row.itemsize // 4, uint32(row.chunk), uint32(row.itemsize)
     widen = unpack(kind, hardware_fp8)
 
@@ -114,7 +124,7 @@ def _make_gather(kind: str, row: RowShape, hardware_fp8: bool) -> Any:
         words = cuda.local.array(num_words, uint32)
         source += int64(first // chunk) * column_stride + int64(uint32(first % chunk) * itemsize)
         load(words, source, column_stride)
-        if is_fp8:
+        if is_coded:
             target += int64(uint32(first * uint32(4)))
             for i in range(num_words):
                 a, b, c, d = widen(words[i])

@@ -7,11 +7,11 @@ rows of V single elements; there neighbouring tokens are adjacent in memory, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..device.language import cuda, types
-from ..device.sizes import ELEMENT_BITS
+from ..device.sizes import ELEMENT_BITS, WARP_SIZE
 from ..device.source import device_function
 
 NUM_THREADS = 128
@@ -28,7 +28,7 @@ class RowShape:
     elements : int
         Elements that a thread moves, 8 or 16 bytes of a contiguous row; a row is a multiple of them.
     num_vectors : int
-        Groups of `elements` in a row.
+        Groups of `elements` in a row; of the lanes that share a row, see `lanes_of_row`, a power of two up to a warp.
     chunk : int
         Contiguous elements of the row; chunks are a column stride apart.
     tile : int
@@ -51,9 +51,14 @@ def row_shape(kind: str, head_dim: int, *, is_vllm: bool, is_v: bool) -> RowShap
     return RowShape(itemsize, elements, head_dim // elements, 1 if is_v else 16 // itemsize, 32)
 
 
-def num_items(num_tokens: int, kind: str, head_dim: int, *, is_vllm: bool) -> int:
+def lanes_of_row(shape: RowShape) -> RowShape:
+    """The same rows, each for neighbouring lanes of a warp that find a number of the whole row together."""
+    lanes = min(1 << (shape.num_vectors - 1).bit_length(), WARP_SIZE)
+    return replace(shape, num_vectors=lanes, tile=1)
+
+
+def num_items(num_tokens: int, shape: RowShape) -> int:
     """Threads that the tokens of one KV head need."""
-    shape = row_shape(kind, head_dim, is_vllm=is_vllm, is_v=False)
     return -(-num_tokens // shape.tile) * shape.tile * shape.num_vectors
 
 

@@ -5,19 +5,25 @@ Grid. x over (token, group of elements), y over KV heads, z = 0 for K and 1 for 
 Who owns what. A thread moves 4 or 8 elements of one row with 16-byte loads and, except for V in the layout vllm, one
 store of 16 or 8 bytes.
 
+Rows with scales of their own. Neighbouring lanes of a warp have a row, find its largest element by shuffles, and all
+compute its scale, which the first one stores.
+
 Shared memory. None.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..device.bad_entries import POSITION, SLOT, record
+from ..device.cache_rows import SCALE_STRIDES, place_of_scale, scales_of_keys, scales_of_values
 from ..device.conversions import narrow, unpack
 from ..device.intrinsics.thread import (
     address,
     bits_float,
+    float_bits,
     load_16,
     store_1,
     store_2,
@@ -25,12 +31,12 @@ from ..device.intrinsics.thread import (
     store_8,
     store_16,
 )
-from ..device.language import cuda, float32, int64, types, uint8, uint16, uint32, uint64
+from ..device.language import cuda, float32, int32, int64, types, uint8, uint16, uint32, uint64
 from ..device.rotation import position_of
-from ..device.sizes import ELEMENT_BITS
+from ..device.sizes import ELEMENT_BITS, LARGEST_CODE, SCALED_BY_ROW
 from ..device.source import KernelSource, device_function
 from .rotated_keys import make_rotate
-from .tokens import NUM_THREADS, RowShape, make_item, row_shape
+from .tokens import NUM_THREADS, RowShape, lanes_of_row, make_item, row_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class WriteConfig:
     Attributes
     ----------
     kind : str
-        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2".
+        Elements of the caches: "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8".
     k_kind, v_kind : str
         The same for k and v.
     head_dim, block_size : int
@@ -79,15 +85,21 @@ class WriteConfig:
 def make_write_kv(config: WriteConfig) -> KernelSource:
     """The kernel of a config.
 
-    Its parameters: k, v, k_cache, v_cache, slots, k_scales, v_scales (0 for none), report, num_tokens,
-    num_kv_heads, num_slots; in bytes the token and head strides of k and v, then block, position, head and column
-    strides of k_cache and of v_cache; k_scale, v_scale; and of what only a kernel that rotates looks at, cos, sin,
-    positions, max_positions, bytes of a position, row strides of cos and of sin.
+    Its parameters: k, v, k_cache, v_cache, slots, k_scales, v_scales (of KV heads or of rows, 0 for none), report,
+    num_tokens, num_kv_heads, num_slots; in bytes the token and head strides of k and v, then block, position, head and
+    column strides of k_cache and of v_cache, and those of scales of rows; k_scale, v_scale; and of what only a kernel
+    that rotates looks at, cos, sin, positions, max_positions, bytes of a position, row strides of cos and of sin.
     """
     k_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=False)
     v_row = row_shape(config.kind, config.head_dim, is_vllm=config.is_vllm, is_v=True)
-    write_k = _make_write_keys(config, k_row)
-    write_v = _make_write(config.v_kind, config.kind, v_row, config.hardware_fp8)
+    by_row = config.kind in SCALED_BY_ROW
+    if by_row:
+        k_row, v_row = lanes_of_row(k_row), lanes_of_row(v_row)
+        write_k = _make_quantise(_make_floats_of_keys(config, k_row), config.head_dim, k_row)
+        write_v = _make_quantise(_make_floats(config.v_kind, v_row.elements), config.head_dim, v_row)
+    else:
+        write_k = _make_write_keys(config, k_row)
+        write_v = _make_write(config.v_kind, config.kind, v_row, config.hardware_fp8)
     item = make_item(k_row)
     block_size, checked, rotated = uint64(config.block_size), config.checked, config.rotary_dim > 0
     k_per_head, v_per_head = config.k_per_head, config.v_per_head
@@ -97,7 +109,7 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
         num_tokens, num_kv_heads, num_slots,
         k_token_stride, k_head_stride, v_token_stride, v_head_stride,
         k_block_stride, k_position_stride, k_cache_head_stride, k_column_stride,
-        v_block_stride, v_position_stride, v_cache_head_stride, v_column_stride,
+        v_block_stride, v_position_stride, v_cache_head_stride, v_column_stride, scale_strides,
         k_scale, v_scale,
         cos, sin, positions, max_positions, position_bytes, cos_stride, sin_stride,
     ):  # fmt: skip
@@ -127,20 +139,28 @@ def make_write_kv(config: WriteConfig) -> KernelSource:
                 row = address(k) + token * k_token_stride + head * k_head_stride
                 target = address(k_cache) + block * k_block_stride
                 target += position * k_position_stride + head * k_cache_head_stride
-                scale = k_scales[head] if k_per_head else float32(k_scale)
                 cosines, sines = address(cos) + table_row * cos_stride, address(sin) + table_row * sin_stride
-                write_k(row, target, k_column_stride, first, scale, cosines, sines)
+                if by_row:
+                    place = place_of_scale(scales_of_keys(k_scales, scale_strides, head), block, position)
+                    write_k(row, target, k_column_stride, first, place, cosines, sines)
+                else:
+                    scale = k_scales[head] if k_per_head else float32(k_scale)
+                    write_k(row, target, k_column_stride, first, scale, cosines, sines)
             else:
                 row = address(v) + token * v_token_stride + head * v_head_stride
                 target = address(v_cache) + block * v_block_stride
                 target += position * v_position_stride + head * v_cache_head_stride
-                write_v(row, target, v_column_stride, first, v_scales[head] if v_per_head else float32(v_scale))
+                if by_row:
+                    place = place_of_scale(scales_of_values(v_scales, scale_strides, head), block, position)
+                    write_v(row, target, v_column_stride, first, place, int64(0), int64(0))
+                else:
+                    write_v(row, target, v_column_stride, first, v_scales[head] if v_per_head else float32(v_scale))
             head += int64(cuda.gridDim.y)
 
     bytes_, floats = types.CPointer(types.uint8), types.CPointer(types.float32)
     longs = types.CPointer(int64)
-    parameters = [bytes_] * 4 + [longs, floats, floats, longs] + [int64] * 15 + [types.float64] * 2
-    parameters += [bytes_] * 3 + [int64] * 4
+    parameters = [bytes_] * 4 + [longs, floats, floats, longs] + [int64] * 15
+    parameters += [SCALE_STRIDES] + [types.float64] * 2 + [bytes_] * 3 + [int64] * 4
     return KernelSource(write_kv, types.void(*parameters), NUM_THREADS)
 
 
@@ -170,6 +190,83 @@ def _make_write_keys(config: WriteConfig, shape: RowShape) -> Any:
         store(codes, target, column_stride, first)
 
     return write_rotated
+
+
+def _make_floats(source_kind: str, num_elements: int) -> Any:
+    """The device function (bits, row, first, cosines, sines): the elements of a row from `first` on, as float32."""
+    encode = _make_encode(source_kind, "float32", num_elements, False)
+
+    @device_function
+    def floats(bits, row, first, cosines, sines):
+        encode(bits, row, first, float32(1))
+
+    return floats
+
+
+def _make_floats_of_keys(config: WriteConfig, shape: RowShape) -> Any:
+    """The same for keys, of which some dims are rotated, and rounded to the kind of k."""
+    floats = _make_floats(config.k_kind, shape.elements)
+    if not config.rotary_dim:
+        return floats
+    sizes = (config.k_kind, config.table_kind, config.rotary_dim, shape.elements, _make_convert("float32", False))
+    rotate = make_rotate(*sizes, interleaved=config.interleaved)
+    num_elements, rotary_dim = uint32(shape.elements), uint32(config.rotary_dim)
+
+    @device_function
+    def rotated_floats(bits, row, first, cosines, sines):
+        if uint32(first + num_elements) > rotary_dim:
+            floats(bits, row, first, cosines, sines)
+        if first < rotary_dim:
+            rotate(bits, row, first, cosines, sines, float32(1))
+
+    return rotated_floats
+
+
+def _make_quantise(floats: Any, head_dim: int, shape: RowShape) -> Any:
+    """The device function (row, target, column stride, first, place, cosines, sines): a row as codes, and its scale.
+
+    The lanes of a row call it together; `place` is where the scale goes. As `KvFormat.quantise`: each step rounds to
+    float32, a row of zeros has scale 0 and one that is not finite scale NaN, both with codes 0.
+    """
+    LANES, ELEMENTS, HEAD_DIM = shape.num_vectors, shape.elements, head_dim
+    TURN = LANES * ELEMENTS
+    TURNS = -(-head_dim // TURN)
+    store, STEPS = _make_store(shape), LANES.bit_length() - 1
+
+    @device_function
+    def code_of(bits, divisor):
+        x = max(min(float32(bits_float(bits) / divisor), float32(LARGEST_CODE)), float32(-LARGEST_CODE))
+        # Rounded to nearest even, a number beside 1.5 * 2**23 is the low bits of the sum.
+        return uint32(float_bits(float32(x + float32(12582912.0))) & uint32(0xFF))
+
+    @device_function
+    def quantise(row, target, column_stride, first, place, cosines, sines):
+        bits, largest = cuda.local.array((TURNS, ELEMENTS), uint32), uint32(0)
+        for i in range(TURNS):
+            at = uint32(first + i * TURN)
+            if at < HEAD_DIM:
+                floats(bits[i], row, at, cosines, sines)
+                for j in range(ELEMENTS):
+                    largest = max(largest, uint32(bits[i, j] & uint32(0x7FFFFFFF)))
+        lane = uint32(cuda.threadIdx.x) & uint32(31)
+        lanes_of_row = uint32(uint32((1 << LANES) - 1) << uint32(lane & uint32(32 - LANES)))
+        for b in range(STEPS):
+            largest = max(largest, uint32(cuda.shfl_xor_sync(lanes_of_row, int32(largest), 1 << b)))
+        scale = float32(bits_float(largest) / float32(LARGEST_CODE))
+        # The bits of an infinity and of a NaN are larger than those of any number.
+        is_finite = largest < uint32(0x7F800000)
+        divisor = scale if is_finite and scale > float32(0) else float32(math.inf)
+        for i in range(TURNS):
+            at = uint32(first + i * TURN)
+            if at < HEAD_DIM:
+                for j in range(ELEMENTS):
+                    code = code_of(bits[i, j], divisor)
+                    bits[i, j] = code if is_finite else uint32(0)
+                store(bits[i], target, column_stride, at)
+        if first == 0:
+            store_4(place, float_bits(scale) if is_finite else uint32(0x7FC00000))
+
+    return quantise
 
 
 def _make_write(source_kind: str, kind: str, shape: RowShape, hardware_fp8: bool) -> Any:
@@ -223,8 +320,6 @@ def _make_encode(source_kind: str, kind: str, num_elements: int, hardware_fp8: b
 
 def _make_convert(kind: str, hardware_fp8: bool) -> Any:
     """The device function (float32, scale) -> bits of an element; only fp8 has a scale."""
-    if kind == "float32":
-        return None
     round_, is_fp8 = narrow(kind, hardware_fp8), kind.startswith("fp8")
 
     @device_function

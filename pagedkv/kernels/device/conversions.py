@@ -41,6 +41,16 @@ def _bytes_on_top(builder: Any, word: Any) -> list[Any]:
     ]
 
 
+def _floats_of_int8(builder: Any, word: Any) -> list[Any]:
+    # Below 2**23, an integer beside 128 is the low byte of a float32: 2**23 + 128 + code.
+    biased, floats = builder.xor(word, I32(0x80808080)), []
+    for byte in range(4):
+        args = [biased, I32(0x4B000000)]
+        bits = emit_asm(builder, I32, f"prmt.b32 $0, $1, $2, {0x7540 | byte:#06x};", "=r,r,r", args)
+        floats.append(builder.fsub(builder.bitcast(bits, F32), ir.Constant(F32, 2.0**23 + 128)))
+    return floats
+
+
 def _floats_of_e5m2(builder: Any, word: Any) -> list[Any]:
     # A code is the upper byte of the float16 of the same value.
     return [x for halves in _bytes_on_top(builder, word) for x in _floats_of_halves(builder, halves)]
@@ -76,7 +86,7 @@ def unpack(kind: str, hardware_fp8: bool = False) -> Any:
     Parameters
     ----------
     kind : str
-        "float32", "float16", "bfloat16", "fp8_e4m3" or "fp8_e5m2": 1, 2, 2, 4 and 4 elements in a word.
+        "float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2" or "int8": 1, 2, 2, 4, 4 and 4 elements in a word.
     hardware_fp8 : bool
         Convert e4m3 with the instruction for it, which needs compute capability 8.9.
     """
@@ -93,6 +103,7 @@ def _widen(kind: str, hardware_fp8: bool) -> Callable[[Any, Any], list[Any]]:
         "bfloat16": _floats_of_bfloat16,
         "fp8_e4m3": _floats_of_e4m3_by_hardware if hardware_fp8 else _floats_of_e4m3,
         "fp8_e5m2": _floats_of_e5m2,
+        "int8": _floats_of_int8,
     }
     return widen[kind]
 

@@ -1,10 +1,10 @@
-"""fp8 as float16 halves of words, which is exact, for tensor cores to multiply."""
+"""fp8 and int8 as float16 halves of words, which is exact, for tensor cores to multiply."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .intrinsics.warp import halves_of_lower_e4m3, halves_of_upper_e4m3, permute
+from .intrinsics.warp import halves_of_lower_e4m3, halves_of_upper_e4m3, permute, subtract_halves
 from .language import uint32
 from .source import device_function
 
@@ -12,10 +12,12 @@ SIGNS = 0x80008000  # of both halves of a word
 
 
 def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
-    """The device functions that widen the lower and the upper two fp8 of a word to float16 halves.
+    """The device functions that widen the lower and the upper two codes of a word to float16 halves.
 
     Without an instruction for it, e4m3 comes out as 2**-8 times its value; `software_factor` makes up for that.
     """
+    if kind == "int8":
+        return _halves_of_int8(0x4140), _halves_of_int8(0x4342)
     if kind == "fp8_e4m3" and hardware_fp8:
         return halves_of_lower_e4m3, halves_of_upper_e4m3
     IS_E4M3 = kind == "fp8_e4m3"
@@ -41,6 +43,18 @@ def make_halves(kind: str, hardware_fp8: bool) -> tuple[Any, Any]:
         return widen(permute(word, 0, 0x3424))
 
     return lower, upper
+
+
+def _halves_of_int8(selector: int) -> Any:
+    SELECTOR = selector
+
+    @device_function
+    def widen(word):
+        """Beside 1024 a float16 counts in ones: as its low byte, code + 128 makes 1152 + code."""
+        biased = permute(uint32(word ^ uint32(0x80808080)), uint32(0x64646464), SELECTOR)
+        return subtract_halves(biased, uint32(0x64806480))
+
+    return widen
 
 
 def software_factor(kind: str, hardware_fp8: bool) -> float:

@@ -26,10 +26,11 @@ from __future__ import annotations
 
 import math
 
+from ..device.cache_rows import SCALE_STRIDES, scale_of_row, scales_of_keys, scales_of_values
 from ..device.intrinsics.thread import address, larger, shared_address
 from ..device.language import cuda, float32, float64, int32, int64, types, uint32
 from ..device.logits import NONE, make_modify
-from ..device.sizes import WARP_SIZE
+from ..device.sizes import SCALED_BY_ROW, WARP_SIZE
 from ..device.source import KernelSource
 from ..device.visible import VISIBLE
 from . import config as constants
@@ -44,7 +45,7 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS),  # out, lse, exp_sums, max_logits
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *(*[int64] * 3, VISIBLE),  # sizes, visible
+    *(*[int64] * 3, VISIBLE, SCALE_STRIDES),  # sizes, visible, strides of scales
     *[int64] * 12,  # the stride of a table's row in entries, other strides in bytes
     *[float64] * 4,  # scale, softcap, and k_scale and v_scale where they are numbers
 )
@@ -75,7 +76,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
     THREAD_GROUP_SIZE, V_VEC_SIZE, V_CHUNK_SIZE = config.thread_group_size, config.v_vec_size, config.v_chunk_size
     NUM_V_VECS_PER_ROW, NUM_ROWS_PER_THREAD = config.num_v_vecs_per_row, config.num_rows_per_thread
     NUM_SUMS = 2 * NUM_WARPS
-    KV_BYTES, PACKED = config.kv_bytes, config.packed
+    KV_BYTES, PACKED, BY_ROW = config.kv_bytes, config.packed, config.kv_kind in SCALED_BY_ROW
     stage_query, query_key, modify = make_stage_query(config), make_query_key(config), make_modify(config.score_mod)
     tokens_of = make_tokens_of(PARTITION_SIZE)
     sum_of_group = make_sum_of_group(config)
@@ -84,7 +85,7 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
 
     def paged_attention(
         out, lse, exp_sums, max_logits, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes, sinks, k_scale,
-        v_scale, num_heads, group_size, max_seq_len, visible, table_stride, q_seq_stride, q_head_stride,
+        v_scale, num_heads, group_size, max_seq_len, visible, scale_strides, table_stride, q_seq_stride, q_head_stride,
         out_seq_stride, out_head_stride, k_block_stride, k_head_stride, k_vec_stride, k_token_stride,
         v_block_stride, v_head_stride, v_row_stride, scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -116,8 +117,12 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
 
         # q . k: a thread group for each token of a chunk.
         thread_group_idx, thread_group_offset = lane // THREAD_GROUP_SIZE, lane % THREAD_GROUP_SIZE
-        k_factor = k_scale[kv_head_idx] if address(k_scale) != 0 else float32(k_number)
-        v_factor = v_scale[kv_head_idx] if address(v_scale) != 0 else float32(v_number)
+        k_factor, v_factor = float32(k_number), float32(v_number)
+        if not BY_ROW:
+            k_factor = k_scale[kv_head_idx] if address(k_scale) != 0 else k_factor
+            v_factor = v_scale[kv_head_idx] if address(v_scale) != 0 else v_factor
+        of_keys = scales_of_keys(k_scale, scale_strides, kv_head_idx)
+        of_values = scales_of_values(v_scale, scale_strides, kv_head_idx)
         qk_scale = float32(float32(scale) * k_factor)
         slope = alibi_slopes[head_idx] if address(alibi_slopes) != 0 else float32(0)
         qk_max = NONE
@@ -132,6 +137,8 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
                 qk = query_key(q_vecs, k, k_vec_stride, thread_group_offset)
             qk = sum_of_group(qk)
             if is_visible:
+                if BY_ROW:
+                    qk = float32(qk * scale_of_row(of_keys, physical_block_number, token_idx % BLOCK_SIZE))
                 qk = modify(qk_scale * qk, float32(softcap), slope, seq_len - 1, token_idx, head_idx, seq_idx)
             else:
                 qk = NONE
@@ -144,6 +151,14 @@ def _make_paged_attention(config: AttentionConfig, PARTITION_SIZE: int) -> Kerne
             sink = sinks[head_idx]
         qk_max = block_max(red_smem, larger(qk_max, sink))
         exp_sum = softmax(logits, num_tokens, qk_max, sink, red_smem[NUM_WARPS:])
+
+        if BY_ROW:
+            for token_idx in range(first_token + cuda.threadIdx.x, last_token, NUM_THREADS):
+                physical_block_number = int64(block_tables[seq_idx * table_stride + token_idx // BLOCK_SIZE])
+                v_scale_of_row = scale_of_row(of_values, physical_block_number, token_idx % BLOCK_SIZE)
+                at = token_idx - start_token
+                logits[at] = float32(logits[at] * v_scale_of_row)
+            cuda.syncthreads()
 
         # Weighted sum of V: a lane for one vector of tokens, in some of the rows.
         accs = cuda.local.array(NUM_ROWS_PER_THREAD, float32)

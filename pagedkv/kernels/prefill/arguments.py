@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..device.cache_rows import SCALE_STRIDES
 from ..device.language import float32, int32, int64, types, uint8
 from ..device.visible import VISIBLE
 
@@ -83,7 +84,7 @@ def signature(num_strides: int, *pointers: Any) -> Any:
         *(INTS, INTS, INTS),  # block_tables, seq_lens, query_starts
         *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
         *pointers,
-        *(*[int64] * 5, VISIBLE),  # sizes, visible
+        *(*[int64] * 5, VISIBLE, SCALE_STRIDES),  # sizes, visible, strides of scales
         *[int64] * num_strides,
         *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
     )

@@ -25,10 +25,12 @@ class SplitQuery(NamedTuple):
 
 
 class SplitPages(NamedTuple):
-    """The row of block_tables that has the blocks of a sequence, and the last token of a split."""
+    """The row of block_tables that has the blocks of a sequence, the last token of a split, and scales of rows."""
 
     table: Any  # the address of the row
     last: Any
+    k_scales: Any  # RowScales, of caches that have them
+    v_scales: Any
 
 
 class SplitLogitOptions(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.sizes import ELEMENT_BITS, WARP_SIZE
+from ..device.sizes import ELEMENT_BITS, SCALED_BY_ROW, WARP_SIZE
 
 SHORTEST_SPLIT = 256  # tokens
 SPLIT_UNIT = 128  # tokens; splits are multiples of what all warps take in one step, which is at most this
@@ -41,7 +41,7 @@ class SplitConfig:
     head_dim, group_size, block_size : int
         D, G and P.
     q_kind, kv_kind : str
-        Elements of q and `out`, and of the caches: "float32", "float16", "bfloat16"; "fp8_e4m3", "fp8_e5m2".
+        Elements of q and `out`, and of the caches: "float32", "float16", "bfloat16"; "fp8_e4m3", "fp8_e5m2", "int8".
     modified : bool
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
@@ -68,6 +68,11 @@ class SplitConfig:
     def on_tensor_cores(self) -> bool:
         """Whether the kernel runs on tensor cores, which would round a float32 q, or float32 caches."""
         return self.q_kind != "float32"
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows have scales of their own."""
+        return self.kv_kind in SCALED_BY_ROW
 
     @property
     def through_shared(self) -> bool:

@@ -16,7 +16,16 @@ from typing import Any
 
 from ..device.conversions import unpack
 from ..device.intrinsics.thread import address, assign, bits_float, clear, larger, load_16, local_array, unrolled
-from ..device.intrinsics.warp import exchange, low_bits, shuffle, store_shared_4, stream_4, stream_8, stream_16
+from ..device.intrinsics.warp import (
+    exchange,
+    low_bits,
+    shuffle,
+    shuffle_float,
+    store_shared_4,
+    stream_4,
+    stream_8,
+    stream_16,
+)
 from ..device.language import float32, int64, uint32
 from ..device.logits import LOG2E, NONE, make_modify
 from ..device.merging import weight_of
@@ -83,6 +92,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
     LANE_BYTES = 4 * shape.words
     NUM_SUMS = HEADS * shape.vectors * VECTOR
     lookup = make_row_lookup(config, make_lanes(config).fetch)
+    BY_ROW = config.by_row
     rows, scores = make_rows(shape, lookup.row_address), make_scores(shape)
     update, store_sums = make_update(shape), make_store_sums(shape, sums_layout)
 
@@ -111,6 +121,7 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
         block, position = lookup.find_token(pages, uint32(base + mine))
         k_offset = lookup.row_offset(k, block, position)
         v_offset = lookup.row_offset(v, block, position)
+        scales = lookup.scales_of(pages, block, position)
         block, position = lookup.find_token(pages, uint32(base + mine + TURN))
         rows.load(keys, k_lane, k_offset, group, sub)
         rows.load_query(q, query, options.scale if MODIFIED else float32(options.scale * LOG2E), sub)
@@ -121,21 +132,26 @@ def make_attend_on_cuda_cores(config: SplitConfig, sums_layout: Steps) -> Any:
                 scores.dot(s, keys, q)
                 k_offset = lookup.row_offset(k, block, position)
                 v_offset = lookup.row_offset(v, block, position)
+                of_next = lookup.scales_of(pages, block, position)
                 block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
                 rows.load(keys, k_lane, k_offset, group, sub)
                 scores.add_lanes(s)
+                if BY_ROW:
+                    scores.multiply_rows(s, scales[0], group)
                 if MODIFIED:
                     scores.logits(s, slope, options, query, uint32(base + group))
-                update(s, values, maxima, sums, o)
+                update(s, values, maxima, sums, o, scales[1], group)
                 rows.load(values, v_lane, v_offset, group, sub)
-                base = uint32(base + TURN)
+                base, scales = uint32(base + TURN), of_next
             scores.dot(s, keys, q)
             scores.add_lanes(s)
+            if BY_ROW:
+                scores.multiply_rows(s, scales[0], group)
             if MODIFIED:
                 scores.logits(s, slope, options, query, uint32(base + group))
             valid = low_bits(uint32(last - base + 1))
             scores.mask(s, values, valid, group)
-            update(s, values, maxima, sums, o)
+            update(s, values, maxima, sums, o, scales[1], group)
         store_sums(shared, maxima, sums, o, query.num_heads, group, sub, warp)
 
     return attend_split
@@ -189,6 +205,21 @@ def make_widen(shape: LaneShape) -> Any:
     return widen
 
 
+def make_multiply_rows(shape: LaneShape) -> Any:
+    """The device function ``multiply_rows(s, scale, group)``: numbers of tokens times the scales that lanes have."""
+    HEADS, TOKENS = shape.config.num_heads, shape.tokens
+
+    @unrolled(HEADS)
+    def multiply_heads(h, u, s, scale):
+        s[u * HEADS + h] = float32(s[u * HEADS + h] * scale)
+
+    @unrolled(shape.requests)
+    def multiply_rows(u, s, scale, group):
+        multiply_heads(u, s, shuffle_float(scale, uint32(group + u * TOKENS)))
+
+    return multiply_rows
+
+
 def make_scores(shape: LaneShape) -> Steps:
     """The device functions from q and keys to logits, one for each of a lane's tokens and each head."""
     HEADS, TOKENS, ELEMENTS = shape.config.num_heads, shape.tokens, shape.vectors * VECTOR
@@ -217,6 +248,8 @@ def make_scores(shape: LaneShape) -> Steps:
         i = step % SCORES
         s[i] = float32(s[i] + exchange(s[i], uint32(1 << (step // SCORES))))
 
+    multiply_rows = make_multiply_rows(shape)
+
     @unrolled(SCORES)
     def logits(i, s, slope, options, query, position):
         """Turn q . k into modified logits, in units of log(2).
@@ -243,14 +276,17 @@ def make_scores(shape: LaneShape) -> Steps:
         mask_scores(s, uint32(valid >> group))
         mask_words(values, uint32(valid >> group))
 
-    return Steps(dot, add_lanes, logits, mask)
+    return Steps(dot, add_lanes, multiply_rows, logits, mask)
 
 
 def make_update(shape: LaneShape) -> Any:
-    """The device function ``update(s, values, maxima, sums, o)``: the online softmax over this lane's tokens."""
+    """The device function ``update(s, values, maxima, sums, o, scale, group)``: the online softmax of a lane's tokens.
+
+    `scale` is that of the value of the token that the lane has looked up.
+    """
     HEADS, ELEMENTS = shape.config.num_heads, shape.vectors * VECTOR
     SCORES, NUM_WIDE = shape.requests * HEADS, shape.requests * ELEMENTS
-    widen = make_widen(shape)
+    BY_ROW, widen, multiply_rows = shape.config.by_row, make_widen(shape), make_multiply_rows(shape)
 
     @unrolled(SCORES)
     def raise_maxima(i, new, s):
@@ -279,13 +315,15 @@ def make_update(shape: LaneShape) -> Any:
         o[at] = float32(o[at] + s[i] * values[u * ELEMENTS + j])
 
     @device_function
-    def update(s, values, maxima, sums, o):
+    def update(s, values, maxima, sums, o, scale, group):
         new = local_array(HEADS, float32)
         for h in range(HEADS):
             new[h] = maxima[h]
         raise_maxima(new, s)
         rescale(maxima, sums, new, o)
         weigh(s, maxima, sums)
+        if BY_ROW:
+            multiply_rows(s, scale, group)
         wide = local_array(NUM_WIDE, float32)
         widen(wide, values)
         add_values(s, wide, o)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..device.cache_rows import Cache, scale_of
+from ..device.cache_rows import SCALE_STRIDES, Cache, make_scale_of, scales_of_keys, scales_of_values
 from ..device.halves import software_factor
 from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, shared_address
 from ..device.intrinsics.warp import prefetch_l2
@@ -52,7 +52,7 @@ SIGNATURE = types.void(
     *(BYTES, FLOATS, FLOATS, FLOATS, WORDS),  # out, lse, partial_sums, partial_states, counters
     *(BYTES, BYTES, BYTES, INTS, INTS),  # q, k_cache, v_cache, block_tables, seq_lens
     *(FLOATS, FLOATS, FLOATS, FLOATS),  # alibi_slopes, sinks, k_scale, v_scale
-    *(*[int64] * 5, VISIBLE, *[int64] * 11),  # sizes, visible, strides in bytes
+    *(*[int64] * 5, VISIBLE, SCALE_STRIDES, *[int64] * 11),  # sizes, visible, strides in bytes
     *[int64] * 4,  # the bits of float32: scale, softcap, and k_scale and v_scale where they are numbers
 )
 
@@ -65,7 +65,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_warp_groups * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
-    sums_layout = make_sums_layout(config)
+    sums_layout, scale_of = make_sums_layout(config), make_scale_of(config.kv_kind)
     make_attend, min_blocks = _inner_loop(config)
     attend_split, merge = make_attend(config, sums_layout), make_merge(config, sums_layout)
     VALUE_FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.on_tensor_cores else 1.0)
@@ -133,8 +133,8 @@ def make_split(config: SplitConfig) -> KernelSource:
 
     def split(
         out, lse, partial_sums, partial_states, counters, q, k_cache, v_cache, block_tables, seq_lens, alibi_slopes,
-        sinks, k_scale, v_scale, num_kv_heads, num_heads, max_seq_len, most_splits, num_columns,
-        visible, table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride,
+        sinks, k_scale, v_scale, num_kv_heads, num_heads, max_seq_len, most_splits, num_columns, visible,
+        scale_strides, table_stride, q_seq_stride, q_head_stride, out_seq_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride, scale, softcap, k_number,
         v_number,
     ):  # fmt: skip
@@ -174,7 +174,12 @@ def make_split(config: SplitConfig) -> KernelSource:
                     SplitQuery(q_row, q_head_stride, heads_from(unit.head), unit.head),
                     Cache(address(k_cache) + k, k_block_stride, k_token_stride),
                     Cache(address(v_cache) + v, v_block_stride, v_token_stride),
-                    SplitPages(table, last),
+                    SplitPages(
+                        table,
+                        last,
+                        scales_of_keys(k_scale, scale_strides, unit.kv_head),
+                        scales_of_values(v_scale, scale_strides, unit.kv_head),
+                    ),
                     SplitLogitOptions(scale_of_k, bits_float(uint32(softcap)), alibi_slopes, q_pos, unit.seq),
                     shared,
                 )

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..device.cache_rows import make_address_at, make_row_offset
+from ..device.cache_rows import make_address_at, make_row_offset, scale_of_row
 from ..device.intrinsics import warp as warps
 from ..device.intrinsics.thread import bits_float, float_bits, larger, load_4, shared_address
 from ..device.intrinsics.warp import load_shared_word, load_shared_words, shuffle, shuffle_float, store_shared_word
-from ..device.language import cuda, int64, uint32
+from ..device.language import cuda, float32, int64, uint32
 from ..device.reductions import largest_of_quad
 from ..device.sizes import WARP_SIZE
 from ..device.source import Steps, device_function
@@ -72,6 +72,25 @@ def make_lanes(config: SplitConfig) -> Steps:
         return shuffle(uint32(shared >> (32 * half)), lane)
 
     @device_function
+    def offer(slot, x):
+        """Let the other lanes take a float32 of this lane by `four_from`."""
+        if THROUGH_SHARED:
+            share_word(slot, float_bits(x))
+
+    @device_function
+    def four_from(slot, x, lane):
+        """The float32 of a lane, a multiple of 4, and of the next three; x is what this lane has offered."""
+        if THROUGH_SHARED:
+            y = load_shared_words(uint32(slot + lane * 4))
+            return bits_float(y[0]), bits_float(y[1]), bits_float(y[2]), bits_float(y[3])
+        return (
+            shuffle_float(x, lane),
+            shuffle_float(x, uint32(lane + 1)),
+            shuffle_float(x, uint32(lane + 2)),
+            shuffle_float(x, uint32(lane + 3)),
+        )
+
+    @device_function
     def largest_of_head(slot, x, g):
         """The largest float32 of lanes (g, 0) .. (g, 3)."""
         if THROUGH_SHARED:
@@ -95,12 +114,13 @@ def make_lanes(config: SplitConfig) -> Steps:
         """Whether the condition may hold in a lane of the warp; through shared memory a vote would cost too much."""
         return True if THROUGH_SHARED else warps.any_lane(condition)
 
-    return Steps(slots, share, fetch, largest_of_head, of_heads, any_of_warp)
+    return Steps(slots, share, fetch, offer, four_from, largest_of_head, of_heads, any_of_warp)
 
 
 def make_row_lookup(config: SplitConfig, fetch: Any) -> Steps:
     """The device functions that find rows; `fetch` is that of `make_lanes`."""
     BLOCK_SIZE, WIDE, sizes = config.block_size, config.wide, (config.wide, config.vector_bytes)
+    BY_ROW = config.by_row
     row_offset, address_at = make_row_offset(*sizes), make_address_at(*sizes)
 
     @device_function
@@ -111,10 +131,17 @@ def make_row_lookup(config: SplitConfig, fetch: Any) -> Steps:
         return load_4(pages.table + int64(column) * 4), uint32(token - uint32(column * uint32(BLOCK_SIZE)))
 
     @device_function
+    def scales_of(pages, block, position):
+        """The scales of a token's key and value, 1 where rows have none."""
+        if BY_ROW:
+            return scale_of_row(pages.k_scales, block, position), scale_of_row(pages.v_scales, block, position)
+        return float32(1), float32(1)
+
+    @device_function
     def row_address(base, offset, lane):
         """The address of the row whose offset a lane has offered."""
         if WIDE:
             return address_at(base, int64(fetch(offset, lane, 1)) << 32 | int64(fetch(offset, lane, 0)))
         return address_at(base, fetch(offset, lane, 0))
 
-    return Steps(find_token, row_offset, address_at, row_address)
+    return Steps(find_token, row_offset, address_at, scales_of, row_address)

@@ -23,11 +23,12 @@ class TensorShape:
 
     @property
     def operand(self) -> str:
-        """The dtype that the tensor cores multiply; fp8 is exact in float16."""
+        """The dtype that the tensor cores multiply; fp8 and int8 are exact in float16."""
         return "bfloat16" if self.config.kv_kind == "bfloat16" else "float16"
 
     @property
-    def is_fp8(self) -> bool:
+    def is_coded(self) -> bool:
+        """Whether rows have 8 bits an element, which are widened to the operand."""
         return self.config.kv_bytes == 1
 
     @property
@@ -101,7 +102,7 @@ class TensorShape:
     @property
     def k_steps(self) -> int:
         """k16 steps in a vector of K."""
-        return 4 if self.is_fp8 else 2
+        return 4 if self.is_coded else 2
 
     @property
     def q_per_vector(self) -> int:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 import pagedkv
 from pagedkv import reference
+from pagedkv.calls import CACHES
 from pagedkv.compiler.compile import compile_kernel
 from pagedkv.cuda.bad_entries import raise_if_failed
 from pagedkv.cuda.device import FIRST_WITH_FP8
@@ -16,7 +17,7 @@ from pagedkv.cuda.plans import blocks
 from pagedkv.emulator import EmulatorDevice, MemoryFault
 from pagedkv.kernels.blocks.tokens import NUM_THREADS
 from pagedkv.kernels.blocks.write_kv import WriteConfig, make_write_kv
-from pagedkv.layouts import FORMATS
+from pagedkv.layouts import FORMATS, as_given
 from pagedkv.validation.caches import write_call
 
 from ...support.bits import assert_same_bits_but_of_nan, bits
@@ -285,3 +286,33 @@ def test_rows_move_in_vectors_of_16_bytes():
         ptx = compile_kernel(make_write_kv, config).ptx
         assert "ld.global.nc.v4.u32" in ptx
         assert "st.global.v4.u32" in ptx
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_dim", "block_size", "dtype", "is_rotated"),
+    [("vllm", 64, 16, "float32", False), ("NHD", 264, 3, "bfloat16", True)],
+)
+def test_rows_of_int8_have_the_codes_and_scales_of_the_cpu(layout, head_dim, block_size, dtype, is_rotated):
+    """Rows of zeros, of the smallest numbers, and rows that are not finite, among rows of all sizes; gathered, too."""
+    rng, num_tokens, num_blocks = np.random.default_rng(0), 40, 16
+    x = rng.standard_normal((2, num_tokens, 2, head_dim), np.float32) * 10 ** rng.uniform(-9, 6, (num_tokens, 2, 1))
+    x[:, 3, 0], x[:, 4, 1, 5], x[:, 5, 0, head_dim - 1], x[:, 6, 1] = 0, np.inf, np.nan, x[:, 6, 1] / 1e44
+    x[:, 7], x[:, 7, 0, 0], x[:, 7, 1, 0] = 0, 1e-44, 3e-43
+    k, v = x.astype(FORMATS[dtype].stored)
+    slots = rng.permutation(num_blocks * block_size)[:num_tokens]
+    slots[2] = -1
+    options = {"layout": layout, "kv_dtype": "int8"}
+    rotation = {}
+    if is_rotated:
+        cos, sin = rng.standard_normal((2, 50, head_dim // 8), np.float32)
+        rotation = {"cos": cos, "sin": sin, "positions": rng.integers(0, 50, num_tokens)}
+    results = []
+    for backend in ("cpu", "emulator"):
+        parts = FORMATS["int8"].parts(layout, num_blocks, block_size, 2, head_dim)
+        caches = dict(zip(CACHES, as_given(layout, [np.ones(*part) for part in parts]), strict=True))
+        pagedkv.write_kv(k, v, slots=slots, **caches, **options, **rotation, backend=backend)
+        table = np.arange(num_blocks, dtype=np.int32)
+        gathered = pagedkv.gather_kv(**caches, block_table=table, seq_len=40, **options, backend=backend)
+        results.append((*caches.values(), *gathered))
+    for result, expected in zip(*reversed(results), strict=True):
+        np.testing.assert_array_equal(result, expected)

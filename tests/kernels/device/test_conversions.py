@@ -19,9 +19,11 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
     "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
 }
 # By bits for 8.0, or for the GPU that is there; by hardware where it has the instructions.
-BY_BITS = [(kind, False, {"capability": (8, 0)}) for kind in DTYPES]
+BY_BITS = [(kind, False, {"capability": (8, 0)}) for kind in DTYPES if kind != "int8"]
+INT8 = [("int8", False, {"capability": (8, 0)})]  # to which nothing is rounded by one of these functions
 BY_HARDWARE = [(kind, True, {"least": FIRST_WITH_FP8}) for kind in ("fp8_e4m3", "fp8_e5m2")]
 
 
@@ -37,7 +39,7 @@ def assert_equal_or_nan(actual, expected):
     np.testing.assert_array_equal(actual.view(bits)[~is_nan], expected.view(bits)[~is_nan])
 
 
-@each_of(BY_BITS + BY_HARDWARE)
+@each_of(BY_BITS + BY_HARDWARE + INT8)
 def test_unpack_is_exact(kind, hardware, compiled, run):
     widen, per_word = conversions.unpack(kind, hardware), 4 // DTYPES[kind].itemsize
 
@@ -73,8 +75,8 @@ def test_narrow_rounds_to_nearest_even_and_saturates_fp8(kind, hardware, compile
         np.testing.assert_array_equal(bits & 0x7F, expected.view(np.uint8) & 0x7F)
 
 
-@each_of(BY_BITS[3:] + BY_HARDWARE)
-def test_halves_of_fp8_are_exact(kind, hardware, compiled, run):
+@each_of(BY_BITS[3:] + BY_HARDWARE + INT8)
+def test_halves_of_codes_are_exact(kind, hardware, compiled, run):
     lower, upper = halves.make_halves(kind, hardware)
 
     def widen(source, result, i):
@@ -105,7 +107,7 @@ def test_pairs_are_rounded_to_nearest_even(run):
 def test_vectors_of_elements(run):
     """unpack_words, and multiply_add of masked words, add what NumPy adds."""
     rng = np.random.default_rng(1)
-    for kind in ("float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"):
+    for kind in DTYPES:
         for num_words, load in ((2, device.load_8), (4, device.load_16)):
             count, bits = num_words * 4 // DTYPES[kind].itemsize, 8 * DTYPES[kind].itemsize
             widen, add = conversions.unpack_words(kind, num_words), conversions.multiply_add(kind, num_words)

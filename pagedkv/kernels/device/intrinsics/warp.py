@@ -81,7 +81,7 @@ def _copy(nbytes: int) -> Any:
     return declare(f"copy_{nbytes}", doc, types.void, [uint32, int64, uint32, types.boolean], emit)
 
 
-copy_16, copy_8 = _copy(16), _copy(8)
+copy_16, copy_8, copy_4 = _copy(16), _copy(8), _copy(4)
 
 copy_vector = declare(
     "copy_vector",
@@ -347,6 +347,15 @@ permute = declare(
     uint32,
     [uint32, uint32, uint32],
     lambda builder, x, y, selector: emit_asm(builder, I32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector]),
+)
+
+
+subtract_halves = declare(
+    "subtract_halves",
+    "The difference of two words of float16 halves, rounded (sub.f16x2).",
+    uint32,
+    [uint32, uint32],
+    lambda builder, x, y: emit_asm(builder, I32, "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y]),
 )
 
 

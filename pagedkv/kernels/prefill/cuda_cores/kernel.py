@@ -7,14 +7,14 @@ Grid and rows are as on tensor cores (../tensor_cores/, ../items.py). A few neig
 each has every `lanes`-th key of a tile in Q K^T and in the softmax, and every `lanes`-th vector of 4 dims of O.
 
 Shared memory, dynamic: Q; one tile, for K and V in turn, both widened to float32, with a vector between rows so that
-lanes hit different banks; P. Only the lanes that store a row of P load it.
+lanes hit different banks; P. Only the lanes that store a row of P load it. Static: offsets and scales of a tile's rows.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...device.cache_rows import scale_of
+from ...device.cache_rows import make_scale_of, scale_of_row, scales_of_keys, scales_of_values
 from ...device.intrinsics.thread import (
     address,
     assign,
@@ -44,7 +44,7 @@ from ...device.intrinsics.warp import (
 )
 from ...device.language import cuda, float32, int64, uint32
 from ...device.logits import LOG2E, NONE, make_modify
-from ...device.sizes import ELEMENT_BITS, WARP_SIZE
+from ...device.sizes import ELEMENT_BITS, SCALED_BY_ROW, WARP_SIZE
 from ...device.source import KernelSource, device_function
 from ...device.visible import first_key, last_key
 from ..arguments import BYTES, INTS, Item, TileOutput, signature
@@ -95,7 +95,8 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
     load_query, load_keys = make_load_query(shape), make_load_rows(shape, is_keys=True)
     load_values, store_row = make_load_rows(shape, is_keys=False), make_store(shape)
     dot_products, softmax, add_values = make_dot_products(shape), make_softmax(shape), make_add_values(shape)
-    NUM_OFFSETS = 2 * ROWS
+    NUM_OFFSETS, BY_ROW, scale_of = 2 * ROWS, config.kv_kind in SCALED_BY_ROW, make_scale_of(config.kv_kind)
+    NUM_SCALES = NUM_OFFSETS if BY_ROW else 1
 
     @device_function
     def start_in_mask(lane, places, seq, lengths, shift):
@@ -116,25 +117,28 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         return start
 
     @device_function
-    def find_rows(rows, table, first, low, last, block_size, k_strides, v_strides, thread):
-        """Store the offsets of a tile's rows in both caches, from the first row of the KV head on."""
+    def find_rows(rows, table, first, low, last, block_size, k_strides, v_strides, scales, of_keys, of_values, thread):
+        """Store the offsets of a tile's rows in both caches, from the first row of the KV head on, and their scales."""
         if thread < ROWS:
             column, position = divmod_32(min(max(uint32(first + thread), low), last), block_size)
             block = int64(load_4(table + int64(column) * 4))
             rows[int64(thread)] = block * k_strides[0] + int64(position) * k_strides[1]
             rows[int64(thread) + ROWS] = block * v_strides[0] + int64(position) * v_strides[1]
+            if BY_ROW:
+                scales[int64(thread)] = scale_of_row(of_keys, block, position)
+                scales[int64(thread) + ROWS] = scale_of_row(of_values, block, position)
 
     def prefill_on_cuda_cores(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         leftpad, mask,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, block_size,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, scale_strides, block_size,
         table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride, k_block_stride,
         k_token_stride, k_head_stride, k_dim_stride, v_block_stride, v_token_stride, v_head_stride, v_dim_stride,
         slopes_stride, mask_bytes, mask_shift, scale, softcap, k_number, v_number,
     ):  # fmt: skip
         q_tile = shared_address(cuda.shared.array(0, uint32, alignment=16))
         rows, kept = cuda.shared.array(NUM_OFFSETS, int64), cuda.shared.array(7, uint32)
-        mask_start = cuda.shared.array(1, int64)
+        mask_start, scales = cuda.shared.array(1, int64), cuda.shared.array(NUM_SCALES, float32)
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & 31), shuffle(uint32(thread >> 5), 0)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
@@ -181,6 +185,8 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         factor = float32(bits_float(uint32(scale)) * k_factor)
         k_head, v_head = address(k_cache) + kv_head * k_head_stride, address(v_cache) + kv_head * v_head_stride
         k_strides, v_strides = (k_block_stride, k_token_stride), (v_block_stride, v_token_stride)
+        of_keys = scales_of_keys(k_scale, scale_strides, kv_head)
+        of_values = scales_of_values(v_scale, scale_strides, kv_head)
         q_head = address(q) + int64(item.start) * q_token_stride + int64(head) * q_head_stride
         r, c = divmod_32(thread, LANES)
         token, of_group = divmod_32(min(uint32(item.first_row + r), last_row), group_size)
@@ -208,12 +214,13 @@ def make_prefill_on_cuda_cores(config: CoresConfig) -> KernelSource:
         first = uint32(uint32(low // uint32(ROWS)) * uint32(ROWS))
         while low <= last and first <= last:  # rows within padding see no key, and its block ids may be anything
             cuda.syncthreads()
-            find_rows(rows, table, first, low, last, uint32(block_size), k_strides, v_strides, thread)
+            sizes = (uint32(block_size), k_strides, v_strides)
+            find_rows(rows, table, first, low, last, *sizes, scales, of_keys, of_values, thread)
             cuda.syncthreads()
             load_keys(kv_tile, rows, k_head, k_dim_stride, thread)
             cuda.syncthreads()
             dot_products(p_row, q_row, kv_tile, c)
-            softmax(p_row, o, state, row, hiding, factor, bits_float(uint32(softcap)), first, c)
+            softmax(p_row, o, state, row, hiding, scales, factor, bits_float(uint32(softcap)), first, c)
             cuda.syncthreads()
             load_values(kv_tile, rows, v_head, v_dim_stride, thread)
             cuda.syncthreads()
@@ -260,10 +267,12 @@ def make_dot_products(shape: CoresShape) -> Any:
 
 
 def make_softmax(shape: CoresShape) -> Any:
-    """The device function ``softmax(p_row, o, state, row, mask, factor, softcap, first, c)``: products become P.
+    """The device function ``softmax(p_row, o, state, row, mask, scales, factor, softcap, first, c)``.
 
-    state is the maximum and this lane's sum of exponentials. It rescales both and O, by 1 if no maximum moves.
+    Products become P, times the scales of values. state is the maximum and this lane's sum of exponentials. It rescales
+    both and O, by 1 if no maximum moves.
     """
+    BY_ROW, ROWS = shape.config.kv_kind in SCALED_BY_ROW, shape.rows
     KEYS, LANES, SUMS, STEPS = shape.keys_of_lane, shape.lanes, shape.vectors * VECTOR, shape.lanes.bit_length() - 1
     modify = make_modify(shape.config.score_mod)
 
@@ -278,11 +287,13 @@ def make_softmax(shape: CoresShape) -> Any:
         o[i] = float32(o[i] * factor)
 
     @device_function
-    def softmax(p_row, o, state, row, mask, factor, softcap, first, c):
+    def softmax(p_row, o, state, row, mask, scales, factor, softcap, first, c):
         largest, key = NONE, c
         while key < uint32(KEYS * LANES):
             where, token = uint32(p_row + uint32(key << 2)), uint32(first + key)
             x = float32(bits_float(load_shared_word(where)) * factor)
+            if BY_ROW:
+                x = float32(x * scales[int64(key)])
             k_pos = int64(min(token, row.last_token))
             x = float32(modify(x, softcap, row.slope, int64(row.position), k_pos, row.head, row.seq) * LOG2E)
             is_seen = row.first <= token and token <= row.last
@@ -298,8 +309,11 @@ def make_softmax(shape: CoresShape) -> Any:
         total, key = float32(state[1] * factor_of_o), c
         while key < uint32(KEYS * LANES):
             where = uint32(p_row + uint32(key << 2))
-            p = exp2(float32(bits_float(load_shared_word(where)) - pivot))
+            x = bits_float(load_shared_word(where))
+            p = exp2(float32(x - pivot))
             total = float32(total + p)
+            if BY_ROW:
+                p = float32(p * scales[int64(key) + ROWS]) if x != NONE else float32(0)
             store_shared_word(where, float_bits(p))
             key = uint32(key + LANES)
         state[0], state[1] = maximum, total

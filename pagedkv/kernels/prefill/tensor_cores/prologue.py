@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...device.cache_rows import scale_of
+from ...device.cache_rows import make_scale_of
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import address, bits_float
 from ...device.language import float32, int64, uint32
@@ -18,6 +18,8 @@ def make_prologue(config: TensorConfig, shape: TileShape) -> Steps:
     """The device functions ``output_of``, ``span_of`` and ``factors_of``."""
     ROWS, KEYS, GROUP_SIZE, MODIFIED = shape.rows, shape.keys, config.group_size, config.modified
     FACTOR = float32(software_factor(config.kv_kind, config.hardware_fp8) if config.q_kind == "float16" else 1.0)
+
+    scale_of = make_scale_of(config.kv_kind)
 
     @device_function
     def output_of(out, strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads):

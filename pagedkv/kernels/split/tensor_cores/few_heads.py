@@ -62,7 +62,7 @@ class LaneRows(NamedTuple):
 
 def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     """The device function ``attend_split(...)``: a warp attends to its tokens of the split, and stores its sums."""
-    shape = TensorShape(config)
+    shape, BY_ROW = TensorShape(config), config.by_row
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_warp_groups
     NUM_RAW, NUM_O, WARPS_FOR_DIMS, ALL = shape.num_raw, shape.num_o, config.warps_for_dims, uint32(0xFFFFFFFF)
     ROW_BYTES, V_VECTOR, V_WARP_BYTES = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
@@ -98,6 +98,12 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             caches.load_values(i + 2 - 2 * CHUNKS, registers.words, at, rows.v, next_v, rows.room, rows.t)
 
     @device_function
+    def take_scales(registers, slot, scale, t):
+        if BY_ROW:
+            lanes.offer(slot, scale)
+            softmax.take_scales(registers.scales, slot, scale, t)
+
+    @device_function
     def attend_split(thread, first, query, k, v, pages, options, shared):
         """Attend to the tokens first .. pages.last; the whole thread block calls it.
 
@@ -123,6 +129,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         block, position = lookup.find_token(pages, uint32(base + mine))
         k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
         v_offset = lanes.share(values, lookup.row_offset(v, block, position))
+        scales = lookup.scales_of(pages, block, position)
         block, position = lookup.find_token(pages, uint32(base + mine + TURN))
         caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
         if CHUNKS > 1:
@@ -140,19 +147,24 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
             values = uint32(both_values - values)  # the other slot: this step still reads from this one
             next_v = lanes.share(values, lookup.row_offset(v, block, position))
+            of_next = lookup.scales_of(pages, block, position)
             block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
                 caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
+            take_scales(registers, others, scales[0], t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
+            take_scales(registers, others, scales[1], t)
             softmax.update(registers, others, g, t)
             use_values(registers, rows, k_offset, v_offset, next_v, ALL, False)
-            base, v_offset = uint32(base + TURN), next_v
+            base, v_offset, scales = uint32(base + TURN), next_v, of_next
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
         valid = softmax.valid_tokens(base, last)
+        take_scales(registers, others, scales[0], t)
         softmax.logits(registers, options, uint32(base + (t << 2)))
         if valid != ALL:
             softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
+        take_scales(registers, others, scales[1], t)
         softmax.update(registers, others, g, t)
         use_values(registers, rows, k_offset, v_offset, v_offset, valid, True)
         cuda.syncthreads()  # the sums replace Q

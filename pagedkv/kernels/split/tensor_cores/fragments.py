@@ -112,21 +112,21 @@ def make_products(shape: TensorShape) -> Steps:
     TILES, K_PER_CHUNK, K_VECTORS = shape.tiles, shape.k_per_chunk, shape.k_vectors
     IS_FOLDED, SETS, Q_PER_VECTOR = shape.is_folded, shape.score_sets, shape.q_per_vector
     V_PER_CHUNK, V_VECTORS, WORDS = shape.v_per_chunk, shape.v_vectors, shape.v_vector // 4
-    EXPAND, HEAD_TILES, IS_FP8 = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_fp8
+    EXPAND, HEAD_TILES, IS_CODED = shape.v_dims // (2 * WORDS), shape.head_tiles, shape.is_coded
     mma = tensor.mma_of(shape.operand)
     lower, upper = make_halves(shape.config.kv_kind, shape.config.hardware_fp8)
 
     @device_function
     def key_fragment(words, at, step):
         """Registers b0 and b1 of a k16 step, from the four words at `at`."""
-        if IS_FP8:
+        if IS_CODED:
             return lower(words[at + step]), upper(words[at + step])
         return words[at + 2 * step], words[at + 2 * step + 1]
 
     @device_function
     def value_fragment(v0, v1, v2, v3, z):
         """Registers a0..a3, from one word of each of a lane's four tokens: dims in rows, pairs of tokens in halves."""
-        if IS_FP8:
+        if IS_CODED:
             # Bytes 2z and 2z + 1 of both tokens: dim 4j + 2z below, the next one above.
             selector = uint32(0x7362) if z else uint32(0x5140)
             x, y = permute(v0, v1, selector), permute(v2, v3, selector)

@@ -38,6 +38,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
     TOKENS, ROWS, AHEAD = stage.tokens, stage.rows_of_lane, stage.num_stages - 1
     STAGE_BYTES, RING_BYTES, Q_BYTES = stage.stage_bytes, stage.ring_bytes, shape.q_bytes
     NUM_RAW, NUM_O, ALL = shape.num_raw, shape.num_o, uint32(0xFFFFFFFF)
+    BY_ROW, SCALES = config.by_row, stage.scales_start
     lanes, new_registers, of_rows = make_lanes(config), make_registers(shape, 1), (ROWS * AHEAD, uint32)
     new_found = local_arrays(FoundRows, blocks=of_rows, positions=of_rows)
     lookup = make_row_lookup(config, lanes.fetch)
@@ -60,9 +61,9 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         stages.find_rows(found, ROWS * i, pages, uint32(token + TOKENS * i))
 
     @unrolled(AHEAD)
-    def copy_stages(i, ring, found, token, last, k, v, row, piece):
+    def copy_stages(i, ring, found, token, pages, k, v, row, piece):
         token = uint32(token + TOKENS * i)
-        stages.copy_rows(uint32(ring + STAGE_BYTES * i), found, ROWS * i, token, last, k, v, row, piece)
+        stages.copy_rows(uint32(ring + STAGE_BYTES * i), found, ROWS * i, token, pages, k, v, row, piece)
         end_group()
 
     @device_function
@@ -90,7 +91,7 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         token, last = uint32(first + row), pages.last
         find_stages(found, pages, token)
         stages.zero_ring(ring, thread)
-        copy_stages(ring, found, token, last, k, v, row, piece)
+        copy_stages(ring, found, token, pages, k, v, row, piece)
         token = uint32(token + AHEAD * TOKENS)
         stages.find_rows(found, int64(0), pages, token)
 
@@ -102,17 +103,21 @@ def make_attend_with_many_heads(config: SplitConfig, sums: Steps) -> Any:
         while first <= last:
             wait_for_oldest()
             cuda.syncthreads()
-            stages.copy_rows(youngest, found, int64(0), token, last, k, v, row, piece)
+            stages.copy_rows(youngest, found, int64(0), token, pages, k, v, row, piece)
             end_group()
             token = uint32(token + TOKENS)
             stages.find_rows(found, int64(0), pages, token)
 
             clear(registers.raw, NUM_RAW)
             use_keys(registers, q_shared, uint32(oldest + k_from))
+            if BY_ROW:
+                stages.read_scales(registers.scales, uint32(oldest + SCALES), t)
             softmax.logits(registers, options, uint32(first + (t << 2)))
             valid = softmax.valid_tokens(first, last)
             if valid != ALL:
                 softmax.mask(registers.s, uint32(valid >> uint32(t << 2)))
+            if BY_ROW:
+                stages.read_scales(registers.scales, uint32(oldest + (SCALES + 4 * TOKENS)), t)
             softmax.update(registers, others, g, t)
             use_values(registers, uint32(oldest + v_from))
             youngest, oldest = oldest, uint32(oldest + STAGE_BYTES)

@@ -24,6 +24,7 @@ class SplitRegisters(NamedTuple):
     slopes: Any  # [h]
     units: Any  # [h], by which logits are multiplied to be in units of log(2)
     heads: Any  # [h], numbers of the heads
+    scales: Any  # of the rows of this lane's tokens: of keys until there are logits, then of values
 
 
 def make_registers(shape: TensorShape, num_buffers: int) -> Any:
@@ -43,4 +44,5 @@ def make_registers(shape: TensorShape, num_buffers: int) -> Any:
         slopes=each_head,
         units=each_head,
         heads=(shape.head_tiles, uint32),
+        scales=(4 * shape.tiles if shape.config.by_row else 1, float32),
     )

@@ -2,6 +2,10 @@
 
 A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two for each n, the tile's half, at
 ``2 * (n * head_tiles + h)``. Logits are in units of log(2), so that the softmax is one of powers of two.
+
+Rows with scales of their own. The scale of a key multiplies its logit, that of a value its probability, after the sum
+of probabilities. So that the product fits into float16, pivots are higher by the exponent of the largest scale in a
+step: the largest product is as large as P is elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from ...device.conversions import unpack
 from ...device.halves import software_factor
 from ...device.intrinsics.thread import (
     address,
+    assign,
     exp2,
+    float_bits,
     larger,
     local_array,
     multiply_and_add,
@@ -18,12 +24,14 @@ from ...device.intrinsics.thread import (
     unrolled,
 )
 from ...device.intrinsics.warp import low_bits, pack_of
-from ...device.language import float32, int64, uint32
+from ...device.language import float32, int32, int64, uint32
 from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
 from ..shape import TILE, TensorShape
 
 MOST_EXCESS = 3  # powers of two by which a logit may exceed its pivot
+# Exponents of scales that pivots follow: float32 holds all weights between these, and values of rows up to 2**70.
+LEAST_EXPONENT, MOST_EXPONENT = -24, 64
 
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
@@ -36,6 +44,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     bias = 12.0 if IS_HALF else 0.0
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
+    BY_ROW, NUM_SCALES = shape.config.by_row, 4 * shape.tiles
     pack, widen, modify = pack_of(shape.operand), unpack(shape.operand), make_modify(shape.config.score_mod)
 
     @unrolled(shape.head_tiles)
@@ -54,6 +63,8 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         n, h, k = i // (2 * HEAD_TILES), i // 2 % HEAD_TILES, i % 2
         # Folded, even k16 steps are in rows g, odd ones in rows g + 8.
         x = float32(raw[8 * n + k] + raw[8 * n + 6 + k]) if IS_FOLDED else raw[4 * n + 2 * h + k]
+        if BY_ROW:
+            x = float32(x * registers.scales[2 * n + k])
         if MODIFIED:
             k_pos = min(uint32(position + TILE * (n // 2) + 2 * (n % 2) + k), options.q_pos)
             x, head = float32(x * registers.factors[h]), registers.heads[h]
@@ -86,6 +97,24 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             return low_bits(uint32(last - base + 1) if base <= last else uint32(0))
         return uint32(0xFFFFFFFF)
 
+    @unrolled(shape.tiles)
+    def take_scales(i, scales, slot, scale, t):
+        """Take the scales of the rows of this lane's tokens from the lanes that have offered them."""
+        assign(scales, 4 * i, lanes.four_from(slot, scale, uint32((t << 2) + TILE * i)))
+
+    @unrolled(NUM_SCALES)
+    def raise_scale(i, largest, scales):
+        largest[0] = larger(largest[0], abs(scales[i]))
+
+    @device_function
+    def exponent_of(scales, slot, g):
+        """The exponent of the largest scale of values in a step, by which its pivots are higher."""
+        largest = local_array(1, float32)
+        largest[0] = float32(0)
+        raise_scale(largest, scales)
+        bits = float_bits(lanes.largest_of_head(slot, largest[0], g))
+        return float32(min(max(int32(bits >> 23) - int32(126), int32(LEAST_EXPONENT)), int32(MOST_EXPONENT)))
+
     @unrolled(PAIRS)
     def raise_maxima(i, largest, s):
         x = larger(s[2 * i], s[2 * i + 1])
@@ -98,12 +127,13 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
 
     @device_function
-    def rescale(shifts, units, sums, o, largest, slot, t):
+    def rescale(shifts, units, sums, o, largest, exponent, slot, t):
+        slack, bias = float32(SLACK - exponent), float32(BIAS - exponent)
         for h in range(HEAD_TILES):
-            new = multiply_and_add(float32(-largest[h]), units[h], BIAS)
+            new = multiply_and_add(float32(-largest[h]), units[h], bias)
             if IS_HALF:  # from 2**26 on, BIAS may be rounded up to 16
-                new = min(new, multiply_and_add_down(float32(-largest[h]), units[h], SLACK))
-            shift = new if multiply_and_add(largest[h], units[h], shifts[h]) > SLACK else shifts[h]
+                new = min(new, multiply_and_add_down(float32(-largest[h]), units[h], slack))
+            shift = new if multiply_and_add(largest[h], units[h], shifts[h]) > slack else shifts[h]
             factor = exp2(float32(shift - shifts[h]))
             sums[h] = float32(sums[h] * factor)
             shifts[h] = shift
@@ -112,12 +142,14 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
             rescale_products(o, h, even, odd)
 
     @unrolled(PAIRS)
-    def weigh(i, s, units, shifts, sums, p, p_rest):
+    def weigh(i, s, units, shifts, sums, scales, p, p_rest):
         """Compute two probabilities, as a word of P and one of its remainder."""
         n, h = i // HEAD_TILES, i % HEAD_TILES
         first = exp2(multiply_and_add(s[2 * i], units[h], shifts[h]))
         second = exp2(multiply_and_add(s[2 * i + 1], units[h], shifts[h]))
         sums[h] = float32(sums[h] + float32(first + second))
+        if BY_ROW:
+            first, second = float32(first * scales[2 * n]), float32(second * scales[2 * n + 1])
         word = pack(first, second)
         low, high = widen(word)
         into = 2 * ((n // 2) * HEAD_TILES + h) + n % 2
@@ -134,12 +166,13 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         s, units, shifts, sums = registers.s, registers.units, registers.shifts, registers.sums
         largest = local_array(HEAD_TILES, float32)
         raise_maxima(largest, s)
-        grew = False
+        exponent = exponent_of(registers.scales, slot, g) if BY_ROW else float32(0)
+        grew, slack = False, float32(SLACK - exponent)
         for h in range(HEAD_TILES):
             largest[h] = lanes.largest_of_head(slot, largest[h], g)
-            grew = grew or multiply_and_add(largest[h], units[h], shifts[h]) > SLACK
+            grew = grew or multiply_and_add(largest[h], units[h], shifts[h]) > slack
         if lanes.any_of_warp(grew):
-            rescale(shifts, units, sums, registers.o, largest, slot, t)
-        weigh(s, units, shifts, sums, registers.p, registers.p_rest)
+            rescale(shifts, units, sums, registers.o, largest, exponent, slot, t)
+        weigh(s, units, shifts, sums, registers.scales, registers.p, registers.p_rest)
 
-    return Steps(start, logits, set_units, mask, valid_tokens, update)
+    return Steps(start, logits, set_units, mask, valid_tokens, take_scales, update)

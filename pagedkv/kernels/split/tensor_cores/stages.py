@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...device.intrinsics.thread import assign, unrolled
-from ...device.intrinsics.warp import copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
+from ...device.cache_rows import place_of_scale
+from ...device.intrinsics.thread import assign, bits_float, unrolled
+from ...device.intrinsics.warp import copy_4, copy_8, copy_16, load_shared_pair, load_shared_words, store_shared_words
 from ...device.language import cuda, uint32
 from ...device.sizes import WARP_SIZE
 from ...device.source import Steps, device_function
@@ -61,8 +62,13 @@ class StageShape:
         return self.tokens * self.k_stride
 
     @property
-    def stage_bytes(self) -> int:
+    def scales_start(self) -> int:
+        """Bytes from the beginning of a stage to the scales of its keys and then of its values, if rows have them."""
         return self.v_start + self.tokens // 4 * self.v_group
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.scales_start + (8 * self.tokens if self.config.by_row else 0)
 
     @property
     def num_stages(self) -> int:
@@ -116,6 +122,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
     K_PER_CHUNK, K_VECTORS = shape.k_per_chunk, shape.k_vectors
     V_PER_CHUNK, V_VECTORS, V_VECTOR = shape.v_per_chunk, shape.v_vectors, shape.v_vector
     WORDS, RING_BYTES = V_VECTOR // 4, stage.ring_bytes
+    BY_ROW, SCALES = config.by_row, stage.scales_start
     IS_PADDED = max(K_VECTORS * K_VECTOR, V_STRIDE) > config.row_bytes  # fragments reach past what is copied
     copy = copy_16 if NBYTES == VECTOR_BYTES else copy_8
     load_value = load_shared_words if V_VECTOR == VECTOR_BYTES else load_shared_pair
@@ -133,7 +140,7 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         copy(uint32(v_target + uint32(at)), v_row + at, count, is_inside)
 
     @unrolled(stage.rows_of_lane)
-    def copy_rows(j, slot, found, at, token, last, k, v, row, piece):
+    def copy_rows(j, slot, found, at, token, pages, k, v, row, piece):
         """Copy a lane's rows of a stage, whose shared address is `slot`.
 
         The lane begins with a piece of a row, and k and v are the caches from that piece on. Tokens past the last one
@@ -146,11 +153,24 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
         block, position = found.blocks[at + j], found.positions[at + j]
         k_row = lookup.address_at(k.address, lookup.row_offset(k, block, position))
         v_row = lookup.address_at(v.address, lookup.row_offset(v, block, position))
-        is_there = uint32(token + AT_ONCE * j) <= last
+        is_there = uint32(token + AT_ONCE * j) <= pages.last
         if TOKENS % AT_ONCE == 0 or row < TOKENS:
             count = uint32(NBYTES if is_there else 0)
             k_target, v_target = uint32(k_target + K_JUMP * j), uint32(v_target + V_JUMP * j)
             copy_pieces(k_target, v_target, k_row, v_row, piece, count)
+            if BY_ROW:
+                target, count = (
+                    uint32(slot + uint32(row << 2) + (SCALES + 4 * AT_ONCE * j)),
+                    uint32(4 if is_there else 0),
+                )
+                copy_4(target, place_of_scale(pages.k_scales, block, position), count, piece == 0)
+                copy_4(uint32(target + 4 * TOKENS), place_of_scale(pages.v_scales, block, position), count, piece == 0)
+
+    @unrolled(shape.tiles)
+    def read_scales(i, scales, where, t):
+        """Load the scales of the rows of a lane's tokens."""
+        x = load_shared_words(uint32(where + uint32(t << 4) + 4 * TILE * i))
+        assign(scales, 4 * i, (bits_float(x[0]), bits_float(x[1]), bits_float(x[2]), bits_float(x[3])))
 
     @device_function
     def zero_ring(shared, thread):
@@ -186,4 +206,4 @@ def make_stages(stage: StageShape, lookup: Steps) -> Steps:
             x = load_value(uint32(where + at + 8 * V_VECTOR * vector))
             assign(words, WORDS * i, x)
 
-    return Steps(find_rows, copy_rows, zero_ring, fragment_offsets, read_keys, read_values)
+    return Steps(find_rows, copy_rows, zero_ring, fragment_offsets, read_keys, read_values, read_scales)

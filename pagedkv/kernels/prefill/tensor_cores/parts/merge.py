@@ -76,7 +76,7 @@ def make_prefill_merge(config: TensorConfig) -> KernelSource:
     def prefill_merge(
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         partial_sums, partial_states,
-        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible,
+        num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, scale_strides,
         least_keys, most_parts, by_tokens, table_stride, q_token_stride, q_head_stride, out_token_stride,
         out_head_stride, k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
