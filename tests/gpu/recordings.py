@@ -149,7 +149,7 @@ class Variant:
         few = [launch for launch in recorded["launches"] if self._kernels[launch[0]].entry in ENTRIES_OF_FEW]
         return recorded | {"launches": few or recorded["launches"]}
 
-    def bind(self, device: Any, recorded: dict[str, Any], addresses: dict[str, int]) -> list[tuple[Any, ...]]:
+    def bind(self, recorded: dict[str, Any], addresses: dict[str, int]) -> list[tuple[Any, ...]]:
         """The arguments of `device.launch` for each launch."""
         made = []
         for key, grid, args, shared_bytes in recorded["launches"]:

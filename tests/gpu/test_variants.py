@@ -146,6 +146,16 @@ def test_as_many_thread_blocks_as_run_at_once_on_132_multiprocessors():
     assert [Recorder().blocks_at_once(kernel(n), 512) for n in (168, 169)] == [3 * 132, 2 * 132]
 
 
+def test_beside_decode_only_the_kernels_of_few_rows_are_launched(folder):
+    """On 9.0 prefill launches wgmma's, too, whose thread blocks find nothing to do there."""
+    cell = Cell("few rows", (600, 600), 8, 2)
+    with recording():
+        leave(folder, ["a"], [cell])
+        (variant,) = recordings.recorded_variants(folder)
+        launches = variant.bind(variant.of(cell, "prefill"), {})
+    assert [kernel.entry for kernel, *_ in launches] == ["pagedkv_prefill_split", "pagedkv_prefill_merge"]
+
+
 def test_what_a_driver_refuses_is_linked_here(folder, monkeypatch):
     leave(folder, ["a"], [STEP])
     comparison = variants.Comparison(is_dry=True)

@@ -126,7 +126,7 @@ class Comparison:
             with EmulatorDevice() as device:
                 addresses = {name: device.address(name, x.view(torch.uint8).numpy()) for name, x in arrays.items()}
                 addresses |= {name: device.scratch(name, nbytes) for name, nbytes in workspaces}
-                for launch in variant.bind(device, recorded, addresses):
+                for launch in variant.bind(recorded, addresses):
                     device.launch(*launch)
             return out
 
@@ -135,7 +135,7 @@ class Comparison:
         device = driver.cuda_device(0, torch.cuda.current_stream().cuda_stream)
         addresses = {name: x.data_ptr() for name, x in arrays.items()}
         addresses |= {name: device.scratch(f"{name} of {variant.name}", nbytes) for name, nbytes in workspaces}
-        launches = variant.bind(device, recorded, addresses)
+        launches = variant.bind(recorded, addresses)
 
         def launched() -> torch.Tensor:
             for launch in launches:
