@@ -37,7 +37,8 @@ def leave(folder, names, cells, change=lambda name, recorded: None):
 
 @pytest.fixture
 def folder(out, monkeypatch):
-    """Where recordings are; a sample is one launch."""
+    """Where recordings are, also of kernels without code; a sample is one launch."""
+    monkeypatch.setattr(Recorder, "blocks_at_once", lambda self, kernel, shared_bytes: 2 * 132)
     monkeypatch.setattr(variants, "folder_of", lambda is_dry: out)
     monkeypatch.setattr(variants, "REPEATS", 2)
     monkeypatch.setattr(measure, "MOST_LAUNCHES", 1)
@@ -117,7 +118,6 @@ def test_what_is_launched_on_a_gpu_is_what_a_call_with_its_arrays_launches(folde
     (operation,) = recordings.operations(cell)
     with recording() as devices:
         leave(folder, ["a"], [cell])
-        monkeypatch.setattr(Recorder, "blocks_at_once", lambda self, kernel, shared_bytes: 2 * 132)
         monkeypatch.setattr(variants, "open_gpu", lambda: SimpleNamespace(num_multiprocessors=132))
         monkeypatch.setattr(variants.Comparison, "_require_code", lambda self: None)
         monkeypatch.setattr(variants.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
