@@ -15,7 +15,7 @@ from numba import float64, njit, typeof
 
 import pagedkv
 from pagedkv.cpu import compile as kernels
-from pagedkv.cpu.attention import decode, prefill
+from pagedkv.cpu.attention import decode, launch, prefill
 from pagedkv.cpu.attention.logits import make_modify
 from pagedkv.kernel_cache.files import DIGEST_BYTES
 
@@ -145,7 +145,7 @@ def test_kernels_get_what_they_are_compiled_for(monkeypatch, module):
     """Machine code looks at no argument: those of calls must have the types of the signature."""
     seen = []
     monkeypatch.setattr(module, "_make_kernel", lambda config, score_mod: None)
-    monkeypatch.setattr(module, "run_items", lambda kernel, num_items, args, **how: seen.append((0, num_items, *args)))
+    monkeypatch.setattr(launch, "run_items", lambda kernel, num_items, args, **how: seen.append((0, num_items, *args)))
     k = np.zeros((2, 16, 2, 64), np.float32)
     tokens = 1 if module is decode else 20  # of a sequence: few of them are not for prefill
     q, table, read_only = (

@@ -11,21 +11,23 @@ order of every sum is that of prefill.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import boolean, float32, int64, types
 
-from ...arrays import Array, address_of
-from ...calls import AttentionCall, Caches
+from ...arrays import Array
+from ...calls import AttentionCall
 from ...kernel_cache.compile_thread import made_once
 from ...visible import Visible
 from ..compile import compile_kernel
-from ..threads import get_num_threads, run_items
+from ..threads import get_num_threads
 from .access import fetch_add, get_float, get_int32
-from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs, row_bytes_of
+from .arguments import FIRST_TYPES, estimate_of, make_arguments, make_inputs, row_bytes_of
 from .flash import SPLIT, WorkItem, make_walk, merge_state
+from .launch import Launch
 from .scratch import (
     NOTHING,
     copy_floats,
@@ -210,54 +212,18 @@ def plan_splits(
     return Splits(seq, begin, np.cumsum(sizes) - sizes, first)
 
 
-class DecodeLaunch(NamedTuple):
-    """A launch of the decode kernel, for sequences with a few query tokens each, without q, K, V and results."""
-
-    kernel: Callable[..., Any]
-    inputs: Inputs
-    arguments: Arguments
-    owners: tuple[Array, ...]  # kept alive, since their addresses are among the arguments
-    splits: Splits
-    heads_per_item: int
-    most_tokens: int  # the most query tokens of a sequence
-    num_states: int  # partial states, for all heads
-    token_major: bool  # the heads of a token lie side by side, rather than the tokens of a head
-    estimate: float
-
-    def run(self, q: Array, caches: Caches, result: Array, lse: Array) -> None:
-        """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
-        num_kv_heads, head_dim = len(self.arguments.v_scale), q.shape[2]
-        groups = -(-num_kv_heads // self.heads_per_item)
-        partial_acc = maxima = sums = NO_STATES
-        if self.num_states:
-            partial_acc = np.empty(self.num_states * (-(-head_dim // LANES) * LANES), np.float32)
-            maxima, sums = np.empty((2, self.num_states), np.float32)
-        run_items(
-            self.kernel,
-            self.splits.seq.size * groups,
-            (
-                self.inputs.at(q, caches),
-                *self.arguments,
-                self.splits,
-                head_dim,
-                self.heads_per_item,
-                self.most_tokens,
-                self.token_major,
-                partial_acc,
-                maxima,
-                sums,
-                np.zeros((len(self.arguments.seq_lens), groups), np.int64),
-                address_of(result),
-                lse,
-            ),
-            owners=(q, *caches, *self.owners, result),
-            estimate=self.estimate,
-        )
+def _make_partials(num_states: int, head_dim: int, num_seqs: int, groups: int) -> tuple[Array, ...]:
+    """Room for partial states, those of all heads, and how many items of each (sequence, group of heads) are done."""
+    finished = np.zeros((num_seqs, groups), np.int64)
+    if not num_states:
+        return NO_STATES, NO_STATES, NO_STATES, finished
+    maxima, sums = np.empty((2, num_states), np.float32)
+    return np.empty(num_states * (-(-head_dim // LANES) * LANES), np.float32), maxima, sums, finished
 
 
 def plan_few_tokens(
     call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64], group_rows: int
-) -> DecodeLaunch:
+) -> Launch:
     """Plan a launch for the sequences whose entry of `query_lens` is above 0; query_starts has rows of others, too."""
     spec, num_heads = call.spec, call.q.shape[1]
     keys = call.seq_lens.astype(np.int64)
@@ -266,28 +232,29 @@ def plan_few_tokens(
     is_split = np.diff(splits.first).max(initial=0) > 1  # the only split of a sequence leaves no partial states
     num_states = int(query_lens[splits.seq].sum()) * num_heads if is_split else 0
 
-    config, inputs = tile_config(spec, group_rows, staged=False), make_inputs(call)
+    config = tile_config(spec, group_rows, staged=False)
     rows = most_tokens * num_heads // spec.num_kv_heads
     in_l1 = max(1, min(GROUP_BYTES // (STEP * row_bytes_of(call)), MOST_ROWS // rows))
     busy = -(-ITEMS_PER_THREAD * get_num_threads() // max(1, splits.seq.size))
     heads_per_item = 1 if config.staged else max(1, min(in_l1, spec.num_kv_heads // busy))
     k_strides = cache_strides(call.k_cache.strides, spec.layout)
     key_ns = spec.num_kv_heads * spec.head_dim * (DIM_NS + rows * ROW_NS)
-    return DecodeLaunch(
+    # Whether the heads of a token lie side by side, rather than the tokens of a head. In layout vllm the tile of a head
+    # is staged whole, for all of its steps.
+    token_major = spec.layout != "vllm" and k_strides.token > k_strides.head
+    groups = -(-spec.num_kv_heads // heads_per_item)
+    return Launch(
         _make_kernel(config, call.options.score_mod),
-        inputs,
+        splits.seq.size * groups,
+        make_inputs(call),
         *make_arguments(call, query_starts),
-        splits,
-        heads_per_item,
-        most_tokens,
-        num_states,
-        # In layout vllm the tile of a head is staged whole, for all of its steps.
-        spec.layout != "vllm" and k_strides.token > k_strides.head,
+        (splits, spec.head_dim, heads_per_item, most_tokens, token_major),
+        partial(_make_partials, num_states, spec.head_dim, keys.size, groups),
         estimate_of(call, int(keys.sum()) * key_ns),
     )
 
 
-def plan_decode(call: AttentionCall) -> DecodeLaunch:
+def plan_decode(call: AttentionCall) -> Launch:
     """Plan a call of decode_attention; the launch leaves the rows of sequences without tokens alone."""
     num_seqs, num_heads, _ = call.q.shape
     group_rows = 1 if num_heads == call.spec.num_kv_heads else GROUP_ROWS

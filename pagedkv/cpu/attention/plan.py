@@ -9,14 +9,15 @@ import numpy as np
 from ...arrays import Array
 from ...calls import AttentionCall, Caches
 from ...commit import bits, commit
-from .decode import DecodeLaunch, plan_decode
-from .prefill import PrefillLaunch, plan_prefill
+from .decode import plan_decode
+from .launch import Launch
+from .prefill import plan_prefill
 
 
 class AttentionPlan(NamedTuple):
     """What a call launches, with valid tables, lengths and options of its own."""
 
-    launches: list[DecodeLaunch | PrefillLaunch]
+    launches: list[Launch]
     num_rows: int  # rows of q that are not padding
     empty: Array | None  # (num_rows,) which rows are of sequences without tokens, if any is
 

@@ -16,15 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import float32, int64, types
 
-from ...arrays import Array, address_of
-from ...calls import AttentionCall, Caches
+from ...calls import AttentionCall
 from ...kernel_cache.compile_thread import made_once
 from ..compile import compile_kernel
-from ..threads import run_items
 from .access import fetch_add, get_int32
-from .arguments import FIRST_TYPES, Arguments, Inputs, estimate_of, make_arguments, make_inputs
-from .decode import GROUP_ROWS, DecodeLaunch, plan_few_tokens
+from .arguments import FIRST_TYPES, estimate_of, make_arguments, make_inputs
+from .decode import GROUP_ROWS, plan_few_tokens
 from .flash import WorkItem, make_walk
+from .launch import Launch
 from .scratch import (
     NOTHING,
     make_query_rows,
@@ -139,43 +138,13 @@ def plan_chunks(query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.
     return Chunks(seq, query_starts[seq] + ordinal * tokens_per_item)
 
 
-class PrefillLaunch(NamedTuple):
-    """A launch of the prefill kernel, for sequences with many query tokens, without q, K, V and results."""
-
-    kernel: Callable[..., Any]
-    inputs: Inputs
-    arguments: Arguments
-    owners: tuple[Array, ...]  # kept alive, since their addresses are among the arguments
-    chunks: Chunks
-    tokens_per_item: int
-    estimate: float
-
-    def run(self, q: Array, caches: Caches, result: Array, lse: Array) -> None:
-        """Compute the rows of `result` and `lse` of the launch's sequences, and no others."""
-        run_items(
-            self.kernel,
-            self.chunks.seq.size * len(self.arguments.v_scale),
-            (
-                self.inputs.at(q, caches),
-                *self.arguments,
-                self.chunks,
-                q.shape[2],
-                self.tokens_per_item,
-                address_of(result),
-                lse,
-            ),
-            owners=(q, *caches, *self.owners, result),
-            estimate=self.estimate,
-        )
-
-
-def plan_prefill(call: AttentionCall) -> list[DecodeLaunch | PrefillLaunch]:
+def plan_prefill(call: AttentionCall) -> list[Launch]:
     """Plan a call of prefill_attention; the launches fill all rows up to query_starts[-1]."""
     assert call.query_starts is not None
     starts = call.query_starts.astype(np.int64)
     query_lens, group_size = np.diff(starts), call.q.shape[1] // call.spec.num_kv_heads
     is_few = query_lens * group_size <= FEW_ROWS
-    launches: list[DecodeLaunch | PrefillLaunch] = []
+    launches: list[Launch] = []
     if is_few.any():
         launches.append(plan_few_tokens(call, starts, np.where(is_few, query_lens, 0), GROUP_ROWS))
     if not is_few.all():
@@ -185,16 +154,18 @@ def plan_prefill(call: AttentionCall) -> list[DecodeLaunch | PrefillLaunch]:
 
 def _plan_many_tokens(
     call: AttentionCall, query_starts: npt.NDArray[np.int64], query_lens: npt.NDArray[np.int64]
-) -> PrefillLaunch:
+) -> Launch:
     """Plan a launch for the sequences whose entry of `query_lens` is above 0; query_starts has rows of others, too."""
     num_heads, head_dim = call.q.shape[1:]
     tokens_per_item = max(1, ROWS // (num_heads // call.spec.num_kv_heads))
     logits = int((query_lens * call.seq_lens).sum()) * num_heads
-    return PrefillLaunch(
+    chunks = plan_chunks(query_starts, query_lens, tokens_per_item)
+    return Launch(
         _make_kernel(tile_config(call.spec, GROUP_ROWS, staged=True), call.options.score_mod),
+        chunks.seq.size * call.spec.num_kv_heads,
         make_inputs(call),
         *make_arguments(call, query_starts),
-        plan_chunks(query_starts, query_lens, tokens_per_item),
-        tokens_per_item,
+        (chunks, head_dim, tokens_per_item),
+        tuple,
         estimate_of(call, logits * head_dim * DIM_NS),
     )

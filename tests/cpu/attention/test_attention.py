@@ -7,7 +7,7 @@ import pytest
 
 import pagedkv
 from pagedkv.cpu import threads
-from pagedkv.cpu.attention import decode, prefill
+from pagedkv.cpu.attention import decode, launch
 
 from ...attention.kernels import CPU, CPU_DECODE, CPU_PREFILL, each_kernel
 from ...support.problems import Spec, assert_close, build, run
@@ -77,8 +77,7 @@ def test_heads_between_the_tokens_of_a_vllm_cache():
 def test_a_call_with_a_score_mod_is_taken_for_a_long_one(monkeypatch):
     """What it computes may take any time: an interrupt should not wait for it."""
     estimates = []
-    for module in (prefill, decode):
-        monkeypatch.setattr(module, "run_items", lambda *args, estimate, **options: estimates.append(estimate))
+    monkeypatch.setattr(launch, "run_items", lambda *args, estimate, **options: estimates.append(estimate))
     spec = Spec(seq_lens=(90,), query_lens=(90,))
     for fields in ({}, {"softcap": 2.0}, {"layout": "vllm"}, {"score_mod": fading_parity}):
         run(build(spec.replace(**fields)))
