@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 
 import pagedkv
 
-from ...attention.kernels import CPU, assert_same_bits, each_kernel
+from ...attention.kernels import CPU, assert_same_bits, cpu_kernel, each_kernel
 from ...support.problems import Spec, build, run
 from ...support.programs import ROOT
 from ...support.strategies import SPLIT, Kernel, fade, long, specs
@@ -23,6 +23,8 @@ KERNELS = [
     Kernel("fp8_e4m3", 16),
     *long([Kernel("bfloat16", 32), Kernel("float32", 64, score_mod=fade)]),
 ]
+
+ELSEWHERE = (*CPU, *(cpu_kernel(operation, kv_dtype="int8", head_dim=64) for operation in ("decode", "prefill")))
 
 
 def rows_of(spec, seq, first, count, seq_len, is_decode):
@@ -158,10 +160,10 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
 @pytest.mark.parametrize(
     ("kernels", "processor", "needed"),
     [
-        pytest.param(CPU[2:3], "generic", None, id="generic"),
-        pytest.param(CPU, "generic", None, id="generic-all", marks=pytest.mark.long),
-        pytest.param(CPU, "haswell", "avx2", id="AVX2", marks=pytest.mark.long),
-        pytest.param(CPU, "skx", "avx512bw", id="AVX-512", marks=pytest.mark.long),
+        pytest.param(ELSEWHERE[2:3], "generic", None, id="generic"),
+        pytest.param(ELSEWHERE, "generic", None, id="generic-all", marks=pytest.mark.long),
+        pytest.param(ELSEWHERE, "haswell", "avx2", id="AVX2", marks=pytest.mark.long),
+        pytest.param(ELSEWHERE, "skx", "avx512bw", id="AVX-512", marks=pytest.mark.long),
     ],
 )
 def test_code_for_other_processors(kernels, processor, needed):
@@ -170,11 +172,11 @@ def test_code_for_other_processors(kernels, processor, needed):
         pytest.skip(f"this processor has no {needed}")
     script = """if True:
         import sys
-        from tests.attention.kernels import CPU
+        from tests.cpu.attention.test_invariance import ELSEWHERE
         for i in map(int, sys.argv[1:]):
-            print(*(x.tobytes().hex() for x in CPU[i].attend(CPU[i].build())))
+            print(*(x.tobytes().hex() for x in ELSEWHERE[i].attend(ELSEWHERE[i].build())))
     """
-    numbers = [str(CPU.index(kernel)) for kernel in kernels]
+    numbers = [str(ELSEWHERE.index(kernel)) for kernel in kernels]
     elsewhere = printed(script, *numbers, NUMBA_CPU_NAME=processor, NUMBA_CPU_FEATURES="")
     ours = [kernel.attend(kernel.build()) for kernel in kernels]
     assert [line.split() for line in elsewhere.splitlines()] == [[x.tobytes().hex() for x in each] for each in ours]
