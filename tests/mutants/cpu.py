@@ -206,6 +206,32 @@ MUTANTS = [
         STEPS,
     ),
     Mutant(
+        "int8: the scale of a value that a row does not see reaches it",
+        "products.append(seen(i, n, builder.fmul(weight, spread), 0.0))",
+        "products.append(builder.fmul(weight, spread))",
+        STEPS + "::test_weights_of_int8_values_are_rounded_with_their_scales",
+    ),
+    Mutant(
+        "int8: keys of all heads take the scales of the first one",
+        "of_keys = builder.add(code.times(head, TILE), t)",
+        "of_keys = t",
+        "tests/cpu/attention/steps/test_tile_pass.py::"
+        "test_whole_numbers_are_added_exactly_in_every_way_to_read_int8[1-True-16]",
+    ),
+    Mutant(
+        "int8: the scales of V are read with the strides of K",
+        "v_scale_strides=scale_strides(call.v_scales.strides, layout)",
+        "v_scale_strides=scale_strides(call.k_scales.strides, layout)",
+        ATTENTION + "test_lengths.py::test_lengths_at_the_boundaries[cpu-decode-NHD-int8-D96]",
+    ),
+    Mutant(
+        "int8: a query that is not finite has a finite factor",
+        "nothing = builder.fsub(number, number)",
+        "nothing = builder.fsub(from_short, from_short)",
+        ATTENTION
+        + "test_unused.py::test_a_query_that_is_not_finite_stays_in_its_row_and_head[cpu-decode-NHD-int8-D96]",
+    ),
+    Mutant(
         "even and odd fp8 codes change places",
         "for codes in (even, odd)]",
         "for codes in (odd, even)]",

@@ -49,6 +49,17 @@ def test_a_mixed_batch_of_prompts_chunks_decodes_and_nothing(kernel, open_device
     assert_close(problem, *kernel.attend(problem))
 
 
+@pytest.mark.parametrize("query_lens", [None, (70,)], ids=["decode", "prefill"])
+def test_sums_of_int8_rows_fit_and_scales_of_0_are_0(query_lens):
+    """The longest rows of codes of -128, which write_kv makes none of, with the largest numbers of q."""
+    problem = build(Spec(seq_lens=(70,), query_lens=query_lens, num_kv_heads=1, head_dim=512, kv_dtype="int8"))
+    problem.q[...], problem.k_cache[...], problem.v_cache[:, ::2] = -3, -128, -128
+    k_scales, v_scales = problem.options["k_scales"], problem.options["v_scales"]
+    k_scales[...] = np.where(np.arange(16)[:, None] % 5, 1e-3, 0)
+    v_scales[:, 3::4] = 0
+    assert_close(problem, *run(problem))
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="this platform has no mprotect")
 def test_no_byte_outside_the_arrays_is_read():
     """Not even one that changes no result."""

@@ -21,9 +21,11 @@ from ...support.strategies import SPLIT, Kernel, fade, long, specs
 KERNELS = [
     Kernel("float32", 64),
     Kernel("fp8_e4m3", 16),
+    Kernel("int8", 16, alone=False),
     *long([Kernel("bfloat16", 32), Kernel("float32", 64, score_mod=fade)]),
 ]
 
+INT8 = [kernel for kernel in CPU if kernel.spec.kv_dtype == "int8"]
 ELSEWHERE = (*CPU, *(cpu_kernel(operation, kv_dtype="int8", head_dim=64) for operation in ("decode", "prefill")))
 
 
@@ -161,6 +163,7 @@ def test_kernels_from_disk_beside_kernels_compiled_now(tmp_path):
     ("kernels", "processor", "needed"),
     [
         pytest.param(ELSEWHERE[2:3], "generic", None, id="generic"),
+        pytest.param(INT8[:1], "haswell", "avx2", id="AVX2-int8"),
         pytest.param(ELSEWHERE, "generic", None, id="generic-all", marks=pytest.mark.long),
         pytest.param(ELSEWHERE, "haswell", "avx2", id="AVX2", marks=pytest.mark.long),
         pytest.param(ELSEWHERE, "skx", "avx512bw", id="AVX-512", marks=pytest.mark.long),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps import dots, values
-from pagedkv.cpu.attention.steps.code import LANES, STEP, TILE
+from pagedkv.cpu.attention.steps.code import LANES, STEP, TILE, VALUE_STEP
 from pagedkv.cpu.attention.steps.softmax import make_merge_state, make_rescale, make_softmax
 from pagedkv.cpu.attention.steps.tile_pass import PassConfig, make_add_values, make_score_keys
+from pagedkv.cpu.attention.steps.widen import PAIR
 
 from .stepper import grouped, pass_over, stepper
 
@@ -135,6 +136,36 @@ def test_a_tile_that_a_row_does_not_see_leaves_its_state():
     np.testing.assert_array_equal(maximum, before)
     np.testing.assert_array_equal(sums, total)
     assert (factor == 1).all()
+
+
+@pytest.mark.parametrize("seen", [None, ([900, 1003, 1010, 1064], [2000, 1050, 1011, 1064])])
+def test_weights_of_int8_values_are_rounded_with_their_scales(seen):
+    """Those of a step against the largest of them; a scale that is NaN reaches the rows that see its token."""
+    logits = 3 * RNG.standard_normal((4, TILE)).astype(np.float32)
+    before, total = np.array([-np.inf, 0.5, 50, 1.5], np.float32), np.array([0, 2, 3, 1], np.float32)
+    scales = RNG.uniform(0, 2, TILE).astype(np.float32)
+    scales[40] = np.nan
+    weights, *state = softmax_of(logits, before, total, seen)
+    products = np.where(weights > 0, weights * scales, 0).reshape(4, -1, VALUE_STEP)
+    expected = products.max(2) / 32767
+    for group_rows in (4, 1):
+        run = stepper(make_softmax(group_rows, masked=seen is not None, rounded=True))
+        for first in range(0, 4, group_rows):
+            mine = slice(first, first + group_rows)
+            scores = np.ascontiguousarray(logits[mine].T)
+            found, factor = [before[mine].copy(), total[mine].copy()], np.empty(group_rows, np.float32)
+            starts, stops = np.zeros((2, group_rows), np.int32) if seen is None else np.array(seen, np.int32)[:, mine]
+            run(scores, *found, factor, starts.copy(), stops.copy(), 1000, scales)
+            for x, y in zip((*found, factor), state, strict=True):
+                np.testing.assert_array_equal(x, y[mine])
+            steps = scores.reshape(-1, VALUE_STEP, group_rows)
+            factors = steps[:, VALUE_STEP // 2].T
+            np.testing.assert_allclose(factors, expected[mine], rtol=1e-6, atol=2.0**-124)
+            pairs = np.ascontiguousarray(steps[:, : VALUE_STEP // 2]).view(np.int16)
+            pairs = pairs.reshape(-1, 2, PAIR, group_rows, 2).transpose(3, 0, 1, 4, 2)
+            numbers = pairs.reshape(group_rows, -1, VALUE_STEP) * factors[..., None]
+            error = abs(numbers - products[mine])
+            assert (error <= 0.501 * factors[..., None])[np.isfinite(expected[mine])].all()
 
 
 def merged(state, other):

@@ -1,9 +1,11 @@
 """The vector operations against NumPy, and the edges of exp."""
 
 import numpy as np
+import pytest
 from numba import njit
 
-from pagedkv.cpu.attention.steps.code import FLOAT, Code, step, vector
+from pagedkv.cpu.attention.steps import code as steps_code
+from pagedkv.cpu.attention.steps.code import FLOAT, INT32, SHORT, Code, step, vector
 
 
 def called(emit, *arguments):
@@ -73,6 +75,46 @@ def test_larger_is_the_second_one_beside_nan():
     result = np.empty(4, np.float32)
     called(emit, result, a, b)
     np.testing.assert_array_equal(result, np.array([3, np.nan, -np.inf, 2], np.float32))
+
+
+@pytest.mark.parametrize("features", [["avx512bw"], ["avx2"], []], ids=["AVX-512", "AVX2", "none"])
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_products_of_int16_are_added_exactly_by_any_instructions(monkeypatch, features, lanes):
+    if not all(map(steps_code._has, features)):
+        pytest.skip("this processor has no such instructions")
+    monkeypatch.setattr(steps_code, "_has", lambda feature: feature in features)
+
+    def emit(code: Code, result, x, y, sums):
+        operands = (code.load(address, vector(lanes, INT32)) for address in (x, y, sums))
+        code.store(code.add_products(*operands), result)
+
+    rng = np.random.default_rng(lanes)
+    x, y = rng.integers(-32767, 32768, 2 * lanes).astype(np.int16), rng.integers(-128, 128, 2 * lanes).astype(np.int16)
+    x[:2], y[:2] = -32767, -128
+    sums, result = rng.integers(-(2**30), 2**30, lanes).astype(np.int32), np.empty(lanes, np.int32)
+    called(emit, result, x, y, sums)
+    np.testing.assert_array_equal(result, sums + (x.astype(np.int32) * y).reshape(lanes, 2).sum(1))
+
+
+def test_numbers_are_rounded_to_int16_against_their_largest():
+    def emit(code: Code, shorts, unit, x):
+        numbers = code.load(x, vector(16))
+        to_short, from_short = code.shares(code.halve(code.magnitudes(numbers), code.greater, 1))
+        scaled = code.builder.fmul(numbers, code.repeat(to_short, 16))
+        code.store(code.builder.trunc(code.shorts(scaled), vector(16, SHORT)), shorts)
+        code.store(from_short, unit)
+
+    drawn = np.random.default_rng(0).standard_normal(16).astype(np.float32)
+    for x in (drawn, -abs(drawn), drawn * np.float32(1e38 / abs(drawn).max()), drawn * np.float32(1e-30)):
+        shorts, unit = np.empty(16, np.int16), np.empty(1, np.float32)
+        called(emit, shorts, unit, x)
+        assert abs(shorts).max() == 32767
+        largest = np.float64(abs(x).max())
+        np.testing.assert_allclose(unit, largest / 32767, rtol=3e-7)
+        assert (abs(shorts * largest / 32767 - x) <= 0.501 * largest / 32767).all()
+    for number, expected in ((0.0, 0), (1e-40, 0), (np.inf, np.inf), (-np.inf, np.inf), (np.nan, np.nan)):
+        called(emit, shorts, unit, np.where(np.arange(16) == 5, np.float32(number), 0))
+        np.testing.assert_allclose(unit, expected, atol=2.0**-124)
 
 
 def test_loops_carry_values_and_may_be_empty():

@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pagedkv.cpu.attention.steps.query_rows import make_load_query, make_store_result
+from pagedkv.cpu.attention.steps.query_rows import make_load_query, make_round_query, make_store_result
 from pagedkv.cpu.attention.steps.widen import dim_places, is_shuffled
 from pagedkv.layouts import FLOAT_DTYPES
 
@@ -72,3 +72,23 @@ def test_a_result_is_rounded_to_the_dtype_of_q(kind, dtype):
             expected = (row * factor).astype(dtype)
         np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
         assert ((np.signbit(found) == np.signbit(expected)) | np.isnan(row)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_a_row_of_q_is_rounded_to_int16(dtype):
+    """Two dims in each place; a row that is not finite has the factor NaN, whatever its numbers are."""
+    round_query, index = stepper(make_round_query()), FLOAT_DTYPES.index(dtype)
+    q, factor = RNG.standard_normal((4, DIMS)).astype(dtype), np.array([0.3], np.float32)
+    largest = abs(q.astype(np.float32)).max(1, keepdims=True)
+    rows = np.rint(q.astype(np.float32) * (np.float32(32767) / largest)).astype(np.int16)
+    for group_rows in (1, 4):
+        group, factors = np.zeros((group_rows, DIMS // 2), np.int32), np.empty(group_rows, np.float32)
+        for r in range(group_rows):
+            round_query(group.reshape(-1)[4 * r :], group_rows, q[r], index, factor, DIMS, factors[r:])
+        words = rows[:group_rows].view(np.int32)
+        np.testing.assert_array_equal(group.reshape(-1), grouped(words, group_rows).reshape(-1))
+        np.testing.assert_allclose(factors, largest[:group_rows, 0] * (0.3 / 32767), rtol=3e-7)
+    for value in (np.inf, -np.inf, np.nan):
+        q[0, 70] = value
+        round_query(group, 1, q[0], index, factor, DIMS, factors)
+        assert np.isnan(factors[0])

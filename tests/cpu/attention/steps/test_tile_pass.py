@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from pagedkv.cpu.attention.steps import dots, tile_pass, values
-from pagedkv.cpu.attention.steps.code import BYTE, CACHE_LINE, STEP, TILE, Code
+from pagedkv.cpu.attention.steps.code import BYTE, CACHE_LINE, STEP, TILE, VALUE_STEP, Code
 from pagedkv.cpu.attention.steps.tile_pass import L2_REACH, PassConfig, make_add_values, make_score_keys
-from pagedkv.cpu.attention.steps.widen import dim_order
+from pagedkv.cpu.attention.steps.widen import PAIR, dim_order
 
 from ....support.strategies import long
 from .stepper import grouped, pass_over, stepper
@@ -68,6 +68,55 @@ def test_every_way_to_read_rows(kind, group_rows, whole):
         add(found_acc, scores, over)
         np.testing.assert_array_equal(found_dots[:, : len(rows)], expected_dots[:, : len(rows)])
         np.testing.assert_array_equal(found_acc, expected_acc)
+
+
+def paired(weights, factors):
+    """Weights of int8 values, int16 (groups, R, TILE), and their factors (groups, R, steps), as softmax leaves them."""
+    groups, group_rows, _ = weights.shape
+    memory = np.zeros((groups, TILE // VALUE_STEP, VALUE_STEP, group_rows), np.float32)
+    halves = weights.reshape(groups, group_rows, -1, 2, 2, PAIR).transpose(0, 2, 3, 5, 1, 4)  # ... and the two tokens
+    pairs = np.ascontiguousarray(halves).view(np.int32)[..., 0].reshape(groups, -1, VALUE_STEP // 2, group_rows)
+    memory[:, :, : VALUE_STEP // 2] = pairs.view(np.float32)
+    memory[:, :, VALUE_STEP // 2] = factors.transpose(0, 2, 1)
+    return memory
+
+
+@pytest.mark.parametrize("accumulators", [16, 4])
+@pytest.mark.parametrize(("group_rows", "whole"), [(1, True), (4, True), (4, False)])
+def test_whole_numbers_are_added_exactly_in_every_way_to_read_int8(monkeypatch, group_rows, whole, accumulators):
+    """Codes of -128 too, which no row of ours has."""
+    for module in (dots, values):
+        monkeypatch.setattr(module, "num_accumulators", lambda: accumulators)
+    score, add = passes(PassConfig("int8", group_rows, whole=whole, staged=False), accumulators)
+    tokens, num_rows = 2 * STEP + 3, GROUPS * group_rows
+    rows = RNG.integers(-128, 128, (tokens, HEADS, DIMS)).astype(np.int8)
+    q = RNG.integers(-32767, 32768, (HEADS, num_rows, DIMS)).astype(np.int16)
+    q[0, 0], rows[0] = -32767, -128  # the largest sum
+    queries = np.zeros((HEADS * GROUPS, group_rows * DIMS), np.int32)  # a row has room for float32
+    words = np.ascontiguousarray(q).view(np.int32).reshape(-1, group_rows, DIMS // 8, 4).transpose(0, 2, 1, 3)
+    queries[:, : group_rows * DIMS // 2] = words.reshape(HEADS * GROUPS, -1)
+    key_factors = RNG.uniform(0.5, 2, (HEADS, TILE)).astype(np.float32)
+    row_factors = RNG.uniform(0.5, 2, (HEADS, num_rows)).astype(np.float32)
+    exact = np.einsum("hrd,thd->hrt", q.astype(np.int64), rows.astype(np.int64))
+    scores = exact.astype(np.float32) * (row_factors[..., None] * key_factors[:, None, :tokens])
+
+    weights, factors = np.zeros((HEADS, num_rows, TILE), np.int16), np.float32([0.5, 2, 1, 4])
+    weights[..., :tokens] = RNG.integers(-500, 500, (HEADS, num_rows, tokens))
+    acc = RNG.integers(-500, 500, (HEADS, num_rows, DIMS)).astype(np.float32)
+    scaled = weights[..., :tokens] * factors.repeat(VALUE_STEP)[:tokens]
+    sums = acc + np.einsum("hrt,thd->hrd", scaled, rows)[..., dim_order("int8", DIMS)]
+    pairs = paired(
+        weights.reshape(-1, group_rows, TILE), np.broadcast_to(factors, (HEADS * GROUPS, group_rows, factors.size))
+    )
+    for run_steps in (1, 2):
+        over = pass_over(rows, GROUPS, run_steps=run_steps)
+        found = np.empty((HEADS, GROUPS, TILE, group_rows), np.float32)
+        score(found, queries, over._replace(key_factors=key_factors, row_factors=row_factors))
+        of_rows = found.transpose(0, 1, 3, 2).reshape(HEADS, num_rows, TILE)
+        np.testing.assert_array_equal(of_rows[..., :tokens], scores)
+        found_acc = acc.copy()
+        add(found_acc, pairs, over)
+        np.testing.assert_array_equal(found_acc, sums.astype(np.float32))
 
 
 @pytest.mark.parametrize(("kind", "group_rows"), [("fp8_e4m3", 4), *long([("bfloat16", 4), ("bfloat16", 1)])])

@@ -7,7 +7,9 @@ from numba import njit
 
 from pagedkv.cpu.attention.steps import widen
 from pagedkv.cpu.attention.steps.code import LANES, STEP
-from pagedkv.cpu.attention.steps.widen import CHUNK_DIMS, dim_places
+from pagedkv.cpu.attention.steps.widen import CHUNK_DIMS, PAIR, dim_places
+
+from .stepper import rows_at, stepper
 
 FORMATS = {
     "float32": np.dtype(np.float32),
@@ -63,6 +65,35 @@ def test_rows_of_every_code_and_size(kind):
         assert (widened[:, head_dim:] == -7).all()
 
 
+CODES = np.arange(-128, 128, dtype=np.int8)
+INT8_DIMS = (8, 24, 32, 72, 128)
+
+
+def test_rows_of_int8_become_int16_in_order():
+    widen_rows, widen_piece = stepper(widen.make_widen("int8")), stepper(widen.make_widen_piece("int8"))
+    for head_dim in INT8_DIMS:
+        rows = np.resize(CODES, (STEP, head_dim))
+        widened = np.full((STEP, head_dim + 8), -7, np.int16)
+        widen_rows(widened, widened.strides[0], rows_at(rows), 0, head_dim)
+        np.testing.assert_array_equal(widened[:, :head_dim], rows)
+        assert (widened[:, head_dim:] == -7).all()
+    for piece in CODES.reshape(-1, 16):
+        widened = np.empty(16, np.int16)
+        widen_piece(widened, 0, piece)
+        np.testing.assert_array_equal(widened, piece)
+
+
+def test_values_of_int8_become_pairs_of_tokens():
+    widen_pairs = stepper(widen.make_widen_pairs())
+    for head_dim in INT8_DIMS:
+        rows = np.resize(CODES, (STEP, head_dim))
+        pairs = np.full((PAIR, head_dim + 8, 2), -7, np.int16)
+        widen_pairs(pairs, pairs.strides[0], rows_at(rows), 0, head_dim)
+        found = pairs[:, dim_places("int8", head_dim)]
+        np.testing.assert_array_equal(found, np.stack([rows[:PAIR], rows[PAIR:]], axis=-1))
+        assert (pairs[:, head_dim:] == -7).all()
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_pieces_of_every_code(kind):
     """As the vllm layout has them."""
@@ -93,7 +124,7 @@ def test_single_elements_of_every_code(kind):
     np.testing.assert_array_equal(found, values[::17].astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "int8"])
 def test_every_dim_has_a_place_of_its_own(kind):
     for head_dim in range(8, 520, 8):
         found = dim_places(kind, head_dim)
