@@ -80,10 +80,8 @@ def make_round_query() -> Any:
         largest = [code.constant(0, UNIT, INT32)]
         for kind, count in _units_of(code, q_kind, head_dim):
             largest = code.loop(count, largest, partial(find, kind))
-        most = code.halve(largest[0], code.greater, 1)
-        to_short, from_short = code.shares(most)
-        number = builder.bitcast(most, vector(1))
-        nothing = builder.fsub(number, number)  # NaN if it is not finite
+        to_short, from_short = code.shares(code.halve(largest[0], code.greater, 1))
+        nothing = builder.fsub(from_short, from_short)  # NaN if it is not finite
         by = builder.fmul(builder.fadd(from_short, nothing), code.load(factor, vector(1)))
         code.store(by, row_factor)
         spread = code.repeat(to_short, UNIT)
