@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cached_property import cached_property
-from ..layouts import FORMATS
+from ..layouts import FLOAT32, FORMATS, INT8_MAX
 from ..operations.attention import prefill_attention
 from ..typing import KvDtype
 from .report import Row
@@ -20,6 +20,7 @@ from .report import Row
 TOLERANCE = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 # Not a multiple of any cell's row: repeating this many values still makes all rows of a cache differ.
 NUM_VALUES = 2**22 + 15
+CODES_OF_ONE = 32  # the code of int8 that stands for 1 where a row has the usual scale
 # The rows whose results are compared: so many at the beginning, in the middle and at the end of so many sequences. Of
 # cells with one query token a sequence all are.
 CHECKED_ROWS, CHECKED_SEQS = 32, 4
@@ -45,7 +46,7 @@ class Cell:
     dtype : str
         The dtype of q, and of the cache unless `kv_dtype` is given.
     kv_dtype : str or None
-        "fp8_e4m3", "fp8_e5m2" or None.
+        "fp8_e4m3", "fp8_e5m2", "int8" or None.
     query_lens : tuple of int
         The query tokens of each sequence, its last ones; one each unless given.
     causal : bool
@@ -82,11 +83,14 @@ class Cell:
     def num_bytes(self) -> int:
         """The bytes that a kernel has to read at least: K and V of every token of every sequence, once.
 
-        ``2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize``, where 2 stands for K and V. Leaves out q and the
+        ``2 * sum(seq_lens) * num_kv_heads * head_dim * itemsize``, where 2 stands for K and V, and 4 more for the scale
+        of each row of int8. Leaves out q and the
         result (together G / L of this with a 16-bit cache and equal lengths: 0.2 % for G = 4 and L = 2048), block
         tables, unused slots of last blocks, and partial results.
         """
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * FORMATS[self.kv_kind].stored.itemsize
+        kv_format = FORMATS[self.kv_kind]
+        row_bytes = self.head_dim * kv_format.stored.itemsize + (FLOAT32.itemsize if kv_format.scale == "row" else 0)
+        return 2 * sum(self.seq_lens) * self.num_kv_heads * row_bytes
 
     @property
     def num_flops(self) -> int:
@@ -116,6 +120,8 @@ class BenchProblem:
     q : (T, Hq, D) array
     kv : (2, N, P, Hkv, D) array
         K and V in layout NHD; uint8 for fp8.
+    options : dict
+        The keyword arguments of the cell's caches: kv_dtype, and the scales of rows that have them.
     block_tables : (B, max_blocks) int32 array
         0 past the last block of a sequence.
     seq_lens : (B,) int32 array
@@ -131,6 +137,10 @@ class BenchProblem:
         shape = (2, sum(counts), cell.block_size, cell.num_kv_heads, cell.head_dim)
         kv_format = FORMATS[cell.kv_kind]
         self.kv = _normal(rng, shape, kv_format.element).view(kv_format.stored)
+        self.options: dict[str, Any] = {"kv_dtype": cell.kv_dtype}
+        if kv_format.scale == "row":  # in memory the tokens of a head are side by side
+            scales = rng.uniform(0.5, 1.5, (2, shape[1], shape[3], shape[2])).astype(np.float32) / CODES_OF_ONE
+            self.options |= dict(zip(("k_scales", "v_scales"), scales.swapaxes(2, 3), strict=True))
         self.block_tables = np.zeros((len(counts), max(counts)), np.int32)
         self.block_tables[np.arange(max(counts)) < np.array(counts)[:, None]] = rng.permutation(sum(counts))
         self.seq_lens = np.array(cell.seq_lens, np.int32)
@@ -152,8 +162,8 @@ class BenchProblem:
             *(self.q[self.checked].astype(np.float32), self.kv[0], self.kv[1], self.block_tables[seqs], lens),
             starts.astype(np.int32),
             causal=cell.causal,
-            kv_dtype=cell.kv_dtype,
             backend="cpu",
+            **self.options,
         )
         return result
 
@@ -177,4 +187,6 @@ class BenchProblem:
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:
     values = rng.standard_normal(min(NUM_VALUES, math.prod(shape)), np.float32)
+    if dtype == np.int8:
+        values = np.clip(np.rint(values * CODES_OF_ONE), -INT8_MAX, INT8_MAX)
     return np.resize(values.astype(dtype), shape)

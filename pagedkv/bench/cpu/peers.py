@@ -23,10 +23,15 @@ from ... import reference
 from ...cached_property import cached_property
 from ...layouts import FORMATS
 from ..contest import Call, Refused
-from ..problem import BenchProblem
+from ..problem import BenchProblem, Cell
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 VLLM_BLOCK_SIZE = 32  # vLLM's CPU backend requires a multiple of it
+
+
+def refusal_of(cell: Cell) -> Refused:
+    """That a peer does not take a cache in 8 bits."""
+    return Refused(f"no {cell.kv_kind.partition('_')[0]} K and V")
 
 
 class HostProblem(BenchProblem):
@@ -45,7 +50,7 @@ class HostProblem(BenchProblem):
     def dense(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Contiguous K and V, each (B, Hkv, L, D)."""
         if self.cell.kv_dtype:
-            raise Refused("no fp8 K and V")
+            raise refusal_of(self.cell)
         tokens = [self.tokens(i) for i in range(len(self.seq_lens))]
         k, v = (np.ascontiguousarray(np.stack([pair[i] for pair in tokens]).swapaxes(1, 2)) for i in (0, 1))
         return k, v
@@ -59,12 +64,13 @@ class HostProblem(BenchProblem):
     def expected(self) -> npt.NDArray[Any]:
         """The reference's result for these rows, one KV head at a time to save memory, since it computes in float64."""
         cell, seqs = self.cell, np.searchsorted(self.query_starts, self.checked, side="right") - 1
+        scales = {name: x for name, x in self.options.items() if name in ("k_scales", "v_scales")}
         of_heads = [
             reference.decode_attention(
                 *(self.q[self.checked, h * cell.group_size : (h + 1) * cell.group_size],),
                 *(self.kv[0][:, :, h : h + 1], self.kv[1][:, :, h : h + 1]),
                 *(self.block_tables[seqs], self.seq_lens[seqs]),
-                kv_dtype=cell.kv_dtype,
+                **(self.options | {name: x[:, :, h : h + 1] for name, x in scales.items()}),
             )
             for h in range(cell.num_kv_heads)
         ]
@@ -108,7 +114,7 @@ def _gather_sdpa(problem: HostProblem, num_threads: int) -> Call:
     """SDPA on pages that are gathered first."""
     torch = torch_on(num_threads)
     if problem.cell.kv_dtype:
-        raise Refused("no fp8 K and V")
+        raise refusal_of(problem.cell)
     k, v = (as_tensor(torch, cache) for cache in problem.kv)
     q, index = _grouped(torch, problem), torch.from_numpy(problem.block_tables).long()
 
@@ -185,6 +191,8 @@ def _vllm(problem: HostProblem, num_threads: int) -> Call:
     cell, num_seqs, length = problem.cell, len(problem.q), problem.length
     if length % VLLM_BLOCK_SIZE:
         raise Refused(f"lengths are multiples of {VLLM_BLOCK_SIZE} here")
+    if FORMATS[cell.kv_kind].scale == "row":
+        raise refusal_of(cell)
     kv_dtype, dtype = cell.kv_dtype or "auto", torch.bfloat16 if cell.kv_dtype else getattr(torch, cell.dtype)
     q = as_tensor(torch, problem.q).to(dtype)
     isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "neon" if ON_ARM else "vec"
@@ -229,8 +237,8 @@ def _vllm_operators(torch: Any) -> Any:
 
 def _pagedkv(problem: HostProblem, num_threads: int) -> Call:
     q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
-    kv_dtype, out = problem.cell.kv_dtype, np.empty_like(q)
-    return lambda: pagedkv.decode_attention(q, k, v, tables, lens, kv_dtype=kv_dtype, out=out)
+    options, out = problem.options, np.empty_like(q)
+    return lambda: pagedkv.decode_attention(q, k, v, tables, lens, out=out, **options)
 
 
 FIRST = "pagedkv"
