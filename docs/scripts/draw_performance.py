@@ -36,6 +36,7 @@ TARGETS = {
     "split: wavefronts": ("split", "passes over shared memory, over the fewest"),
     "split: thread blocks on a multiprocessor": ("split", "thread blocks on a multiprocessor"),
     "split: loop": ("split", "instructions in the loop"),
+    "split: all, int8": ("split", "instructions in all, int8, D 128"),
     "split: all, 16 bits, G 1 to 16": ("split", "instructions in all, 16 bits, G 1 to 16"),
     "split: KV in flight KiB": ("split", "KiB in flight on a multiprocessor"),
     "split: short splits, all, 16 bits, G 1 to 16": ("split", "the same, with short splits"),

@@ -22,6 +22,7 @@ from .kernels import (
     NO_WARPGROUPS,
     ONE_STAGE,
     OPTIONS,
+    PREFILL_INT8,
     PREFILLS,
     VLLM,
     WGMMA,
@@ -68,6 +69,7 @@ MORE_PAGED = [
     decode_kernel("v1", 64, 8, "float32", "fp8_e4m3", capability=(8, 0)),
 ]
 CAPPED = {"softcap": 30.0}
+INT8 = {"q_dtype": "bfloat16", "kv_dtype": "int8"}
 # Every dtype of q and of a cache; folded fragments, two head tiles, blocks side by side; rows of one chunk, of several,
 # shared by pairs of warps, that fill no vector, of 8 bytes; sums in dynamic shared memory; heads shared by four warps
 # (by two: test_many.py), alone and side by side.
@@ -142,6 +144,11 @@ MORE_PREFILLS = {
         prefill_kernel("512 dims", **BF16, group_size=3, head_dim=512),
         prefill_kernel("264 dims", group_size=3, kv_dtype="fp8_e4m3", head_dim=264),
         prefill_kernel("float32 over bfloat16", group_size=3, kv_dtype="bfloat16", head_dim=128),
+        prefill_kernel("int8 as float16", q_dtype="float16", kv_dtype="int8", group_size=3, head_dim=128),
+        prefill_kernel("int8 with options", **{**INT8, "group_size": 5, "head_dim": 256}, alibi=True, block_size=3),
+        prefill_kernel("int8 before 9.0", capability=(8, 0), **INT8, group_size=2, head_dim=72),
+        prefill_kernel("int8 under float32", group_size=3, kv_dtype="int8", head_dim=40),
+        prefill_kernel("vllm of int8", q_dtype="float16", kv_dtype="int8", group_size=2, layout="vllm", head_dim=48),
         prefill_kernel("vllm of float32", group_size=2, layout="vllm", head_dim=24),
         prefill_kernel("vllm of float16", **{**VLLM, "kv_dtype": "float16", "kv_scales": None}, head_dim=128),
     )
@@ -154,6 +161,8 @@ FEW_ROW_KERNELS = (
         for kernel in (
             *(OPTIONS, ONE_STAGE),
             replace(MORE_PREFILLS["fp8 of 40 dims"], name="fp8"),
+            PREFILL_INT8,
+            MORE_PREFILLS["int8 as float16"],
             *(MORE_PREFILLS[name] for name in ("128 dims", "8 dims", "256 dims with options")),
             *(MORE_PREFILLS[name] for name in ("fp8 as float16", "e5m2", "score_mod")),
         )

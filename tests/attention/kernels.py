@@ -194,7 +194,7 @@ PREFILL_INT8 = prefill_kernel("int8", q_dtype="bfloat16", kv_dtype="int8", group
 VLLM = {"q_dtype": "float16", "kv_dtype": "fp8_e5m2", "group_size": 2, "layout": "vllm", "kv_scales": "scalar"}
 PREFILL_VLLM = prefill_kernel("vllm", **VLLM, head_dim=48)
 BOTH_PREFILLS = (PREFILL, PREFILL_CORES)
-PREFILLS = (PREFILL, OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_CORES, PREFILL_VLLM)
+PREFILLS = (PREFILL, OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, PREFILL_CORES, PREFILL_VLLM)
 # The kernel for a few rows over a long context, whose keys are split over warps and thread blocks.
 FEW = {"seq_lens": (FEW_ROWS_SPLIT + 9, 600, 0), "query_lens": (4, 8, 0)}
 FEW_ROWS = replace(PREFILL, name="few rows, tensor cores", spec=PREFILL.spec.replace(**FEW))

@@ -5,7 +5,7 @@ import numpy as np
 from pagedkv import reference
 
 from ..support.problems import assert_close, expect
-from .drawn import PAGED, SPLITS
+from .drawn import FEW_ROW_KERNELS, PAGED, SPLITS
 from .kernels import (
     CORES_INT8,
     CPU,
@@ -73,16 +73,18 @@ def spread(problem, name, least, most):
     scales[...] = scales * np.random.default_rng(3).permutation(factors).reshape(*scales.shape[:2], 1)
 
 
+FEW_INT8 = next(kernel for kernel in FEW_ROW_KERNELS if kernel.spec.has_scales)
 INT8 = (*(kernel for kernel in (*PAGED, *SPLITS) if kernel.spec.has_scales), SPLIT_INT8, CORES_INT8, PREFILL_INT8)
 
 
-@each_kernel(*INT8)
+@each_kernel(*INT8, long=(FEW_INT8,))
 def test_scales_of_rows_from_a_ten_thousandth_to_ten_thousand(kernel, open_device):
     """A weight times the scale of a value keeps its bits, and none is too large for float16.
 
     The bound is the largest output of a head, and half of the smallest float16.
     """
     lengths = {"seq_lens": (2, 90, 300), "query_lens": (2, 20, 9) if kernel.is_prefill else None}
+    lengths = {} if kernel is FEW_INT8 else lengths
     operation = reference.prefill_attention if kernel.is_prefill else reference.decode_attention
     for least, most in ((-4, 4), (-4, -4), (4, 4), (-6, -6)):
         problem = kernel.build(**lengths, num_kv_heads=1, poison="zero")

@@ -69,7 +69,7 @@ def test_caches_lie_backwards_and_with_gaps(kernel, open_device):
         setattr(problem, name, np.ascontiguousarray(getattr(problem, name)[::-1])[::-1])
     assert_same_bits(kernel.attend(problem, open_device), expected)
     # Strides inside of a block, and rows that are not whole vectors, are other kernels.
-    if kernel.spec.layout != "vllm" and not kernel.spec.is_fp8:
+    if kernel.spec.layout != "vllm" and not kernel.spec.kv_format.coded:
         for layout in ("NHD", "HND"):
             strided = kernel.attend(kernel.build(strides="strided", layout=layout), open_device)
             assert_same_bits(strided, expected)

@@ -192,13 +192,12 @@ def test_nothing_before_the_windows_of_a_chunk_is_looked_up_or_counts(kernel, op
     expected, problem = kernel.attend(kernel.build(**fields), open_device), kernel.build(**fields)
     problem.block_tables[0, : first // p] = -1
     block, inside = problem.block_tables[0, first // p], first % p
-    for cache in (problem.k_cache, problem.v_cache):  # offsets are the third axis of a block in layout vllm
-        np.moveaxis(cache[block], 0 if kernel.spec.layout == "NHD" else 2, 0)[:inside] = (
+    named = ("k_scales", "v_scales") if kernel.spec.has_scales else ("k_cache", "v_cache")
+    for name in named:  # offsets are the third axis of a block in layout vllm
+        np.moveaxis(problem.caches[name][block], 0 if kernel.spec.layout == "NHD" else 2, 0)[:inside] = (
             0x7F if kernel.spec.is_fp8 else np.nan
         )
-    call = kernel.call(kernel.build(**fields))._replace(
-        block_tables=problem.block_tables, k_cache=problem.k_cache, v_cache=problem.v_cache
-    )
+    call = kernel.call(kernel.build(**fields))._replace(block_tables=problem.block_tables, **problem.caches)
     result = new_results(problem)
     with open_device() as device:
         kernel.launch(device, call, *result)

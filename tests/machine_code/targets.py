@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pagedkv.bench.report import Row
-from pagedkv.layouts import KV_DTYPES
-
 from .variants import SHORT, WGMMA
 
 
@@ -28,6 +26,7 @@ def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
         ("split: wavefronts", plain, "wavefronts", 1.1, 1),
         ("split: all, 16 bits, G 1 to 16", half, "instr/512B", 40.0, 1),
         ("split: short splits, all, 16 bits, G 1 to 16", short_half, "instr/512B", 60.0, 1),
+        ("split: all, int8", [row for row in plain if row["kv"] == "int8"], "instr/512B", 60.0, 1),
         ("split: partials", plain, "partials", 0.04, 1),
         ("split: short splits, partials", short, "partials", 0.13, 1),
     ]
@@ -46,7 +45,8 @@ def _prefill_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, 
         result.append((f"prefill: other instructions per mma, D {head_dim}", among, "other/mma", other, 1))
         result.append((f"prefill: ldmatrix per mma, D {head_dim}", among, "ldmatrix/mma", matrices, 1))
     half = {row["D"]: row["other/mma"] for row in of_9_0 if row["G"] == 4 and row["q"] == "float16"}
-    of_fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"] in KV_DTYPES and half.get(row["D"]) is not None]
+    fp8 = [row for row in all_ if row["cc"] == "9.0" and row["kv"].startswith("fp8")]
+    of_fp8 = [row for row in fp8 if half.get(row["D"]) is not None]
     counted = [row for row in of_fp8 if row["other/mma"] is not None]
     more = [row | {"more other/mma": row["other/mma"] - half[row["D"]]} for row in counted]
     result.append(("prefill: other instructions per mma, fp8, more", more, "more other/mma", 0.6, 1))

@@ -34,6 +34,7 @@ FEW_TOKENS, LONG_CONTEXT = 8, 4096  # of prefill_split
 NUM_TOKENS = 256  # in operations on caches
 NUM_STATES, NUM_ROWS = 8, 64
 
+CACHES = ("float16", "fp8_e4m3", "int8")
 KINDS = (("float16", "float16"), ("float16", "fp8_e4m3"), ("float32", "float32"))
 PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": PartShape, WGMMA: WgmmaShape}
 
@@ -90,8 +91,8 @@ def variants() -> list[Variant]:
     result = _split_variants() + _prefill_variants()
     for kernel in ("v1", "v2"):
         result += [Variant(kernel, kind, kv_kind, 128, 16) for kind, kv_kind in KINDS]
-    result += [Variant("write_kv", "float16", kv_kind, 128, 16, "NHD") for kv_kind in ("float16", "fp8_e4m3")]
-    result += [Variant("gather_kv", kv_kind, kv_kind, 128, 16, "NHD") for kv_kind in ("float16", "fp8_e4m3")]
+    result += [Variant("write_kv", "float16", kv_kind, 128, 16, "NHD") for kv_kind in CACHES]
+    result += [Variant("gather_kv", kv_kind, kv_kind, 128, 16, "NHD") for kv_kind in CACHES]
     result += [
         Variant("copy_blocks", "float16", "float16", 128, 16, "NHD"),
         Variant("v2_reduce", "float16", "", 128, 0),
@@ -103,6 +104,7 @@ def _split_variants() -> list[Variant]:
     shapes = [(d, g) for d in (64, 128, 256) for g in (8, 16)]
     result = [Variant("split", "float16", "float16", d, 16, "", g) for d, g in ((128, 1), *shapes)]
     result += [Variant("split", "bfloat16", "fp8_e4m3", d, 16, "", g) for d, g in ((64, 16), (128, 8), (256, 8))]
+    result += [Variant("split", kind, "int8", 128, 16, "", g) for kind, g in (("float16", 4), ("bfloat16", 8))]
     usual = Variant("split", "float16", "float16", 128, 16, "", 8)
     result += [replace(usual, options=options) for options in (LOGITS, SHORT)]
     return [*result, Variant("split", "float32", "float32", 128, 16, "", 4)]
@@ -111,7 +113,7 @@ def _split_variants() -> list[Variant]:
 def _prefill_variants() -> list[Variant]:
     usual = Variant("prefill", "float16", "float16", 128, 16, "", 4)
     result = [replace(usual, head_dim=head_dim) for head_dim in (64, 128, 256)]
-    result += [replace(usual, kv_kind="fp8_e4m3"), replace(usual, options=LOGITS)]
+    result += [*(replace(usual, kv_kind=kind) for kind in ("fp8_e4m3", "int8")), replace(usual, options=LOGITS)]
     few = [replace(each, kernel="prefill_split") for each in result if each.options == ""]  # others see too few keys
     return [*result, *few, *(replace(usual, kernel=WGMMA, head_dim=head_dim) for head_dim in (128, 256))]
 

@@ -17,7 +17,7 @@ import numpy as np
 from ...calls import AttentionCall
 from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
-from ...kernels.device.sizes import ELEMENT_BITS, SCALED_BY_ROW
+from ...kernels.device.sizes import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
 from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
@@ -262,5 +262,4 @@ def suits_tensor_cores(call: AttentionCall) -> bool:
     options = call.options
     is_rare = options.visible.leftpad is not None or options.mask is not None
     is_rare |= options.alibi_slopes is not None and options.alibi_slopes.ndim == 2
-    is_operand &= spec.kind not in SCALED_BY_ROW
     return is_operand and not is_rare and spec.layout != "vllm" and spec.head_dim <= MOST_DIMS

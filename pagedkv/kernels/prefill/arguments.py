@@ -47,11 +47,13 @@ class TileQuery(NamedTuple):
 
 
 class TilePages(NamedTuple):
-    """The row of block_tables that has the blocks of a sequence, and the tokens that a tile of rows sees."""
+    """The row of block_tables that has the blocks of a sequence, the tokens that a tile of rows sees, and scales."""
 
     table: Any  # the address of the row
     first: Any
     last: Any
+    k_scales: Any  # RowScales, of caches that have them
+    v_scales: Any
 
 
 class TileLogitOptions(NamedTuple):

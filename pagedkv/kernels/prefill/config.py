@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..device.sizes import ELEMENT_BITS, WARP_SIZE
+from ..device.sizes import ELEMENT_BITS, SCALED_BY_ROW, WARP_SIZE
 
 NUM_THREADS = 4 * WARP_SIZE  # threads of a block on CUDA cores
 MOST_DIMS = 256  # for more, a warp has not the registers of the accumulators
@@ -27,7 +27,7 @@ class TensorConfig:
     q_kind : str
         Elements of q and `out`, which tensor cores multiply: "float16" or "bfloat16".
     kv_kind : str
-        Elements of the caches: q_kind, "fp8_e4m3" or "fp8_e5m2".
+        Elements of the caches: q_kind, "fp8_e4m3", "fp8_e5m2" or "int8".
     modified : bool
         Logits are changed by a softcap, ALiBi slopes or `score_mod`.
     wide : bool
@@ -54,8 +54,14 @@ class TensorConfig:
     score_mod: Callable[..., Any] | None = None
 
     @property
-    def is_fp8(self) -> bool:
+    def is_coded(self) -> bool:
+        """Whether rows have 8 bits an element, which are widened to q's kind in shared memory."""
         return ELEMENT_BITS[self.kv_kind] == 8
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows have scales of their own."""
+        return self.kv_kind in SCALED_BY_ROW
 
     @property
     def can_split(self) -> bool:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...device.cache_rows import make_address_at, make_row_offset
+from ...device.cache_rows import make_address_at, make_row_offset, place_of_scale
 from ...device.conversions import unpack
 from ...device.halves import SIGNS, make_halves
 from ...device.intrinsics.thread import divmod_32, for_each, load_4
 from ...device.intrinsics.warp import (
+    copy_4,
     copy_8,
     copy_vector,
     end_group,
@@ -169,12 +170,36 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     return find_row
 
 
+def make_copy_scales(config: TensorConfig, shape: TileShape) -> tuple[Any, Any]:
+    """The device functions ``place_of_scales(lane, warp)`` and ``copy_scales(where, pages, block, position, piece)``.
+
+    The second starts to copy the scales of the row that the lane has found by `find_row`; of the lanes that have found
+    it, the one with the lowest piece does. The first is what to add to the beginning of a tile's scales for `where`.
+    """
+    AT_ONCE, BLOCK_ROWS, ROWS, KEYS = shape.warp_rows_at_once, shape.rows_at_once, shape.rows_of_thread, shape.keys
+    row_and_piece = make_row_and_piece(shape)
+
+    @device_function
+    def place_of_scales(lane, warp):
+        row, _ = row_and_piece(lane)
+        row = uint32(row + uint32(uint32(lane % uint32(ROWS)) * BLOCK_ROWS))
+        return uint32(uint32(uint32(warp * AT_ONCE) + row) << 2)
+
+    @device_function
+    def copy_scales(where, pages, block, position, piece):
+        is_first = piece < uint32(ROWS)
+        copy_4(where, place_of_scale(pages.k_scales, block, position), uint32(4), is_first)
+        copy_4(uint32(where + 4 * KEYS), place_of_scale(pages.v_scales, block, position), uint32(4), is_first)
+
+    return place_of_scales, copy_scales
+
+
 def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
     """The device function ``copy_row(i, place, cache, offset, has_chunk)``: start copying the thread's i-th row.
 
     place is where the thread's chunk of its first row goes, and offset that of the row in the cache.
     """
-    IS_FP8, IS_WHOLE, IN_PAIRS = config.is_fp8, shape.lanes == shape.pieces_of_row, shape.in_pairs
+    IS_CODED, IS_WHOLE, IN_PAIRS = config.is_coded, shape.lanes == shape.pieces_of_row, shape.in_pairs
     CODES = shape.copiers * shape.piece_dims
     address_at, chunk_place = (
         make_address_at(config.wide, config.vector_bytes),
@@ -187,7 +212,7 @@ def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
         if IN_PAIRS:
             if IS_WHOLE or has_chunk:
                 copy_vector(uint32(place + CODES * i), source)
-        elif IS_FP8:
+        elif IS_CODED:
             copy_8(uint32(place + CODES * i), source, uint32(CHUNK_DIMS), has_chunk)
         elif IS_WHOLE or has_chunk:
             copy_vector(chunk_place(place, i), source)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...device.cache_rows import Cache
+from ...device.cache_rows import Cache, scales_of_keys, scales_of_values
 from ...device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ...device.intrinsics.warp import shuffle, thread_number
 from ...device.language import cuda, float32, int64, uint32
@@ -96,7 +96,13 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignme
             TileQuery(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
             Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
             Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-            TilePages(table, low, span.last),
+            TilePages(
+                table,
+                low,
+                span.last,
+                scales_of_keys(k_scale, scale_strides, kv_head),
+                scales_of_values(v_scale, scale_strides, kv_head),
+            ),
             visible,
             TileLogitOptions(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
             span,

@@ -15,6 +15,7 @@ from .copies import (
     make_clear_gaps,
     make_convert_rows,
     make_copy_rows,
+    make_copy_scales,
     make_find_row,
     make_row_and_piece,
 )
@@ -33,8 +34,8 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
     PIECES, PIECE_DIMS, IN_PAIRS = shape.pieces_of_row, shape.piece_dims, shape.in_pairs
     ROW_BYTES, TILE_BYTES, WARP_BYTES = shape.row_bytes, shape.tile_bytes, shape.rows_of_warp * shape.row_bytes
     K_START, V_START, CODES, CODES_BYTES = shape.k_start, shape.v_start, shape.codes_start, shape.codes_bytes
-    IS_FP8, Q_IS_WHOLE, IS_WHOLE = config.is_fp8, shape.q_lanes == shape.chunks, shape.lanes == shape.pieces_of_row
-    PIECE_BYTES = PIECE_DIMS if IS_FP8 else CHUNK
+    IS_CODED, Q_IS_WHOLE, IS_WHOLE = config.is_coded, shape.q_lanes == shape.chunks, shape.lanes == shape.pieces_of_row
+    PIECE_BYTES = PIECE_DIMS if IS_CODED else CHUNK
     row_and_piece = make_row_and_piece(shape)
     clear_gaps, begin_query = make_clear_gaps(shape), make_begin_query(config, shape)
     find_row, copy_rows, convert_rows = (
@@ -46,6 +47,11 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, softmax = make_logits(config, shape), make_softmax(config, shape)
     hide_unseen = make_hide_unseen(config, shape)
+    BY_ROW, SCALES, (place_of_scales, copy_scales) = (
+        config.by_row,
+        shape.scales_start,
+        make_copy_scales(config, shape),
+    )
     wait_all = wait_but(0)
 
     @device_function
@@ -72,9 +78,13 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
 
         first, stage = span.first, uint32(0)
         block, position = find_row(pages, first, lane, warp)
-        copy_rows(k_codes if IS_FP8 else k_place, keys, block, position, has_chunk)
-        if IS_FP8 or STAGES == 2:
-            copy_rows(v_codes if IS_FP8 else v_place, values, block, position, has_chunk)
+        scales, mine = uint32(shared + SCALES), uint32(0)  # tiles of KEYS take turns in two places
+        if BY_ROW:
+            mine = uint32(scales + place_of_scales(lane, warp))
+            copy_scales(uint32(mine + uint32(uint32(first & KEYS) << 3)), pages, block, position, chunk)
+        copy_rows(k_codes if IS_CODED else k_place, keys, block, position, has_chunk)
+        if IS_CODED or STAGES == 2:
+            copy_rows(v_codes if IS_CODED else v_place, values, block, position, has_chunk)
         end_group()
         v_block, v_position = block, position
         block, position = find_row(pages, uint32(first + KEYS), lane, warp)
@@ -87,12 +97,15 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
             wait_all()
             cuda.syncthreads()
             is_followed = uint32(first + KEYS) <= span.last
-            if IS_FP8:
+            if IS_CODED:
                 convert_rows(k_codes, k_place, has_chunk)
                 convert_rows(v_codes, v_place, has_chunk)
                 if is_followed:
                     copy_rows(k_codes, keys, block, position, has_chunk)
                     copy_rows(v_codes, values, block, position, has_chunk)
+                    if BY_ROW:
+                        place = uint32(mine + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
+                        copy_scales(place, pages, block, position, chunk)
                 end_group()
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
                 cuda.syncthreads()
@@ -107,7 +120,7 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
                 copy_rows(v_place, values, v_block, v_position, has_chunk)
                 end_group()
             multiply_keys(registers, offsets, q_tile, uint32(k_tile + stage))
-            if STAGES == 1 and not IS_FP8:
+            if STAGES == 1 and not IS_CODED:
                 wait_all()
                 cuda.syncthreads()
                 if is_followed:
@@ -116,11 +129,13 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
                 v_block, v_position = block, position
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
             begin_values(registers, offsets, uint32(v_tile + stage))
-            mine = uint32(first + uint32(t << 1))
-            logits(registers, options, mine)
-            if uint32(first - span.unmasked) >= span.num_unmasked:
-                hide_unseen(registers, visible, shared, mine, warp, g)
-            softmax(registers, largest_exponent, unit)
+            key = uint32(first + uint32(t << 1))
+            of_tile = uint32(uint32(scales + uint32(uint32(first & KEYS) << 3)) + uint32(t << 3))
+            logits(registers, options, key, of_tile)
+            is_masked = uint32(first - span.unmasked) >= span.num_unmasked
+            if is_masked:
+                hide_unseen(registers, visible, shared, key, warp, g)
+            softmax(registers, largest_exponent, unit, of_tile, is_masked)
             multiply_values(registers, offsets, uint32(v_tile + stage))
             first = uint32(first + KEYS)
             if STAGES == 2:

@@ -33,6 +33,7 @@ class TileRegisters(NamedTuple):
     positions: Any  # [row], if an option needs them, like the two below
     heads: Any
     slopes: Any
+    exponents: Any  # [row], of the largest scale of the values that it sees in a tile, if caches have scales of rows
 
 
 def make_registers(shape: TileShape) -> Any:
@@ -55,6 +56,7 @@ def make_registers(shape: TileShape) -> Any:
         positions=(options, uint32),
         heads=(options, uint32),
         slopes=(options, float32),
+        exponents=(of_rows if shape.config.by_row else 1, float32),
     )
 
 

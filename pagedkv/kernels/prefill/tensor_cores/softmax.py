@@ -4,6 +4,9 @@ A lane has two numbers for each row: the shift, which is BIAS minus the pivot th
 sum of its own exponentials. A pivot moves only if a logit of its row exceeds it by more than SLACK. So in most tiles no
 lane asks another one for a maximum, and nothing is rescaled. The bits of a row depend on that row alone: the vote of
 the warp only decides whether it rescales, and other rows are multiplied by 1.
+
+With scales of rows, a pivot is higher by the exponent of the largest scale of the values that its row sees in the tile,
+so that a weight times a scale is as large as P is elsewhere.
 """
 
 from __future__ import annotations
@@ -11,11 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...device.intrinsics.thread import exp2, for_each, larger, local_array, multiply_and_add
-from ...device.intrinsics.warp import any_lane, pack_of
+from ...device.intrinsics.warp import any_lane, load_shared_2, pack_of
 from ...device.language import float32, int32, int64, uint32
-from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
+from ...device.logits import LOG2E, NONE, UNSEEN, cap, exponent_of_scale, make_modify
 from ...device.reductions import largest_of_quad
-from ...device.source import device_function
+from ...device.source import Steps, device_function
 from ...device.visible import first_key, last_key
 from ..config import TensorConfig
 from ..items import make_item_store
@@ -36,10 +39,12 @@ def top(config: TensorConfig) -> Any:
 
 
 def make_logits(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``logits(registers, options, first)``: products become logits, in units of log(2).
+    """The device function ``logits(registers, options, first, scales)``: products become logits, in units of log(2).
 
-    first is the lane's first key of the tile. Keys past the sequence take the position of its last one.
+    first is the lane's first key of the tile, and scales where its scale is, if rows have them. Keys past the sequence
+    take the position of its last one.
     """
+    BY_ROW, SCORE_PAIRS, KEY_TILES = config.by_row, shape.row_tiles * 4 * shape.key_pairs, 2 * shape.key_pairs
     SCORES, PER_TILE, MODIFIED = shape.row_tiles * 8 * shape.key_pairs, 8 * shape.key_pairs, config.modified
     modify = make_modify(config.score_mod)
 
@@ -68,7 +73,16 @@ def make_logits(config: TensorConfig, shape: TileShape) -> Any:
         s[x] = cap(s[x], softcap)
 
     @device_function
-    def logits(registers, options, first):
+    def multiply_by_scales(x, s, scales):
+        n, h = x // 2 % KEY_TILES, x % 2
+        at = x // (2 * KEY_TILES) * 4 * KEY_TILES + 4 * n + 2 * h
+        a, b = load_shared_2(uint32(scales + 32 * n))
+        s[at], s[at + 1] = float32(s[at] * a), float32(s[at + 1] * b)
+
+    @device_function
+    def logits(registers, options, first, scales):
+        if BY_ROW:
+            for_each(multiply_by_scales, SCORE_PAIRS, (registers.s, scales))
         if MODIFIED:
             for_each(scale, SCORES, (registers.s, options.scale))
             if options.softcap != float32(0):  # asked once for all logits, not for each
@@ -115,7 +129,13 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     """
     OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
     SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
-    BIAS, TOP = float32(bias(config)), top(config)
+    BIAS, TOP, BY_ROW = float32(bias(config)), top(config), config.by_row
+
+    @device_function
+    def exponent_of(i, largest, registers, unit):
+        """The exponent of the largest product of a weight and a scale that a row may have."""
+        x = multiply_and_add(largest, unit, registers.shifts[i])
+        return float32(x + registers.exponents[i]) if BY_ROW else x
 
     @device_function
     def raise_maximum(x, s, maxima):
@@ -125,21 +145,22 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
         maxima[i] = y if n == 0 else larger(maxima[i], y)
 
     @device_function
-    def raise_largest(i, largest_exponent, maxima, shifts, unit):
-        y = multiply_and_add(maxima[i], unit, shifts[i])
+    def raise_largest(i, largest_exponent, registers, unit):
+        y = exponent_of(i, registers.maxima[i], registers, unit)
         largest_exponent[0] = y if i == 0 else larger(largest_exponent[0], y)
 
     @device_function
     def find_largest_exponent(registers, largest_exponent, unit):
         for_each(raise_maximum, SCORE_PAIRS, (registers.s, registers.maxima))
-        for_each(raise_largest, OF_ROWS, (largest_exponent, registers.maxima, registers.shifts, unit))
+        for_each(raise_largest, OF_ROWS, (largest_exponent, registers, unit))
 
     @device_function
     def move_pivot(i, registers, unit):
         largest = largest_of_quad(registers.maxima[i])
         old = registers.shifts[i]
-        is_above = multiply_and_add(largest, unit, old) > TOP
-        new = multiply_and_add(float32(-largest), unit, BIAS) if is_above else old
+        is_above = exponent_of(i, largest, registers, unit) > TOP
+        lower = float32(BIAS - registers.exponents[i]) if BY_ROW else BIAS
+        new = multiply_and_add(float32(-largest), unit, lower) if is_above else old
         registers.factors[i] = exp2(float32(new - old))
         registers.sums[i] = float32(registers.sums[i] * registers.factors[i])
         registers.shifts[i] = new
@@ -162,23 +183,31 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
 
 
 def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``weigh(registers, unit)``: S becomes P, which is added to sums before it is rounded."""
+    """The device function ``weigh(registers, unit, scales)``: S becomes P, added to sums before it is rounded.
+
+    With scales of rows, P has those of values as a factor that sums do not have.
+    """
+    BY_ROW, V_SCALES = config.by_row, 4 * shape.keys
     KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
     SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
     pack = pack_of(config.q_kind)
 
     @device_function
-    def weigh_pair(x, s, p, sums, shifts, unit):
+    def weigh_pair(x, s, p, sums, shifts, unit, scales):
         m, n, h = x // (2 * KEY_TILES), x // 2 % KEY_TILES, x % 2
         at, i = 4 * (m * KEY_TILES + n) + 2 * h, 2 * m + h
         first = exp2(multiply_and_add(s[at], unit, shifts[i]))
         second = exp2(multiply_and_add(s[at + 1], unit, shifts[i]))
         sums[i] = float32(sums[i] + float32(first + second))
+        if BY_ROW:
+            a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
+            first = float32(first * a) if s[at] != NONE else float32(0)
+            second = float32(second * b) if s[at + 1] != NONE else float32(0)
         p[m * P_OF_TILE + 4 * (n // 2) + 2 * (n % 2) + h] = pack(first, second)
 
     @device_function
-    def weigh(registers, unit):
-        for_each(weigh_pair, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit))
+    def weigh(registers, unit, scales):
+        for_each(weigh_pair, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit, scales))
 
     return weigh
 
@@ -200,14 +229,62 @@ def make_update_pivots(config: TensorConfig, shape: TileShape) -> Any:
     return update_pivots
 
 
-def make_softmax(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``softmax(registers, largest_exponent, unit)``: S becomes P, and pivots are updated."""
-    update_pivots, weigh = make_update_pivots(config, shape), make_weigh(config, shape)
+def make_find_exponents(shape: TileShape) -> Steps:
+    """The device functions ``of_row(i, registers, scales)`` and ``of_all(registers, scales)``: see `TileRegisters`."""
+    KEY_TILES, V_SCALES, OF_ROWS = 2 * shape.key_pairs, 4 * shape.keys, 2 * shape.row_tiles
 
     @device_function
-    def softmax(registers, largest_exponent, unit):
+    def raise_seen(n, i, largest, s, scales):
+        a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
+        at = i // 2 * 4 * KEY_TILES + 4 * n + 2 * (i % 2)
+        largest[0] = larger(largest[0], abs(a)) if s[at] != NONE else largest[0]
+        largest[0] = larger(largest[0], abs(b)) if s[at + 1] != NONE else largest[0]
+
+    @device_function
+    def of_row(i, registers, scales):
+        largest = local_array(1, float32)
+        largest[0] = float32(0)
+        for_each(raise_seen, KEY_TILES, (i, largest, registers.s, scales))
+        registers.exponents[i] = exponent_of_scale(largest_of_quad(largest[0]))
+
+    @device_function
+    def raise_any(n, largest, scales):
+        a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
+        largest[0] = larger(largest[0], larger(abs(a), abs(b)))
+
+    @device_function
+    def put(i, exponents, exponent):
+        exponents[i] = exponent
+
+    @device_function
+    def of_all(registers, scales):
+        largest = local_array(1, float32)
+        largest[0] = float32(0)
+        for_each(raise_any, KEY_TILES, (largest, scales))
+        for_each(put, OF_ROWS, (registers.exponents, exponent_of_scale(largest_of_quad(largest[0]))))
+
+    return Steps(of_row, of_all)
+
+
+def make_softmax(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``softmax(registers, largest_exponent, unit, scales, is_masked)``.
+
+    S becomes P, and pivots are updated. `scales` is as for `make_logits`; is_masked says whether some row does not see
+    all keys of the tile. Scales of values that a row does not see must not move its pivot: another chunk has others.
+    """
+    BY_ROW, MODIFIED, OF_ROWS = config.by_row, config.modified, 2 * shape.row_tiles
+    update_pivots, weigh = make_update_pivots(config, shape), make_weigh(config, shape)
+    find_exponents = make_find_exponents(shape)
+
+    @device_function
+    def softmax(registers, largest_exponent, unit, scales, is_masked):
+        if BY_ROW:
+            if MODIFIED or is_masked:
+                for_each(find_exponents.of_row, OF_ROWS, (registers, scales))
+            else:
+                find_exponents.of_all(registers, scales)
         update_pivots(registers, largest_exponent, unit)
-        weigh(registers, unit)
+        weigh(registers, unit, scales)
 
     return softmax
 
@@ -233,20 +310,20 @@ def make_softmax_by_sums(config: TensorConfig, shape: TileShape) -> Any:
         has_grown[0] = has_grown[0] | uint32(sums[i] >= float32(before[i] + MOST))
 
     @device_function
-    def softmax(registers, largest_exponent, unit):
+    def softmax(registers, largest_exponent, unit, scales, is_masked):
         before, has_grown = local_array(OF_ROWS, float32), local_array(1, uint32)
         is_updated = any_lane(largest_exponent[0] > TOP)
         if is_updated:
             update_pivots(registers, largest_exponent, unit)
         has_grown[0] = uint32(0)
         for_each(copy_sum, OF_ROWS, (before, registers.sums))
-        weigh(registers, unit)
+        weigh(registers, unit, scales)
         for_each(watch_sum, OF_ROWS, (has_grown, registers.sums, before))
         if any_lane(has_grown[0] != 0):
             if not is_updated:
                 for_each(copy_sum, OF_ROWS, (registers.sums, before))
                 update_pivots(registers, largest_exponent, unit)
-                weigh(registers, unit)
+                weigh(registers, unit, scales)
             largest_exponent[0] = UNSEEN
 
     return softmax

@@ -32,15 +32,17 @@ class TileShape:
         """Tiles of 16 rows that a warp has; it multiplies each fragment of K and V by all of them.
 
         With two, reading K and V from shared memory takes less time than the products. Two of 128 dims fill the
-        registers, and options of logits need some.
+        registers, and options of logits need some; with scales of rows, 40 bytes would spill before 9.0.
         """
-        return 2 if self.config.head_dim <= 128 and not self.config.modified else 1
+        config = self.config
+        most_dims = 64 if config.by_row and config.architecture < 9 else 128
+        return 2 if config.head_dim <= most_dims and not config.modified else 1
 
     @property
     def num_warps(self) -> int:
         """Warps of a thread block: eight with many dims, where four would convert an fp8 tile for few rows."""
         config = self.config
-        return 8 if config.is_fp8 and config.head_dim > 128 and config.shared_kib > SMALL_SHARED_KIB else 4
+        return 8 if config.is_coded and config.head_dim > 128 and config.shared_kib > SMALL_SHARED_KIB else 4
 
     @property
     def min_blocks(self) -> int:
@@ -71,14 +73,14 @@ class TileShape:
         """
         config = self.config
         has_room = config.shared_kib > SMALL_SHARED_KIB or not 64 < config.head_dim <= 128
-        return 64 if has_room and not config.modified and not (config.is_fp8 and config.head_dim > 128) else 32
+        return 64 if has_room and not config.modified and not (config.is_coded and config.head_dim > 128) else 32
 
     @property
     def stages(self) -> int:
         """Tiles of K, and of V, in shared memory: two if all thread blocks have room; one for fp8, whose codes wait."""
         room = self.config.shared_kib * 1024 // self.min_blocks - SYSTEM_BYTES
         needed = self.q_bytes + 4 * self.tile_bytes + 4 * ITEM_WORDS
-        return 2 if needed <= room and not self.config.is_fp8 else 1
+        return 2 if needed <= room and not self.config.is_coded else 1
 
     # ---- products
 
@@ -124,11 +126,20 @@ class TileShape:
     @property
     def codes_bytes(self) -> int:
         """Bytes of the codes of K, or of V."""
-        return self.keys * self.lanes * self.piece_dims if self.config.is_fp8 else 0
+        return self.keys * self.lanes * self.piece_dims if self.config.is_coded else 0
+
+    @property
+    def scales_start(self) -> int:
+        """Where the scales of rows are, those of even tiles and then of odd ones: of keys, then of values."""
+        return self.codes_start + 2 * self.codes_bytes
+
+    @property
+    def scales_bytes(self) -> int:
+        return 16 * self.keys if self.config.by_row else 0
 
     @property
     def item_start(self) -> int:
-        return self.codes_start + 2 * self.codes_bytes
+        return self.scales_start + self.scales_bytes
 
     @property
     def nbytes(self) -> int:
@@ -169,7 +180,7 @@ class TileShape:
     @property
     def in_pairs(self) -> bool:
         """Whether a thread copies 16 codes at once, which become two chunks: fp8 rows of three or more such pieces."""
-        return self.config.is_fp8 and self.config.head_dim % 16 == 0 and self.config.head_dim > 32
+        return self.config.is_coded and self.config.head_dim % 16 == 0 and self.config.head_dim > 32
 
     @property
     def piece_dims(self) -> int:

@@ -16,7 +16,6 @@ from ...device.intrinsics.thread import (
     address,
     assign,
     exp2,
-    float_bits,
     larger,
     local_array,
     multiply_and_add,
@@ -24,14 +23,12 @@ from ...device.intrinsics.thread import (
     unrolled,
 )
 from ...device.intrinsics.warp import low_bits, pack_of
-from ...device.language import float32, int32, int64, uint32
-from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
+from ...device.language import float32, int64, uint32
+from ...device.logits import LOG2E, NONE, UNSEEN, exponent_of_scale, make_modify, positive
 from ...device.source import Steps, device_function
 from ..shape import TILE, TensorShape
 
 MOST_EXCESS = 3  # powers of two by which a logit may exceed its pivot
-# Exponents of scales that pivots follow: float32 holds all weights between these, and values of rows up to 2**70.
-LEAST_EXPONENT, MOST_EXPONENT = -24, 64
 
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
@@ -112,8 +109,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         largest = local_array(1, float32)
         largest[0] = float32(0)
         raise_scale(largest, scales)
-        bits = float_bits(lanes.largest_of_head(slot, largest[0], g))
-        return float32(min(max(int32(bits >> 23) - int32(126), int32(LEAST_EXPONENT)), int32(MOST_EXPONENT)))
+        return exponent_of_scale(lanes.largest_of_head(slot, largest[0], g))
 
     @unrolled(PAIRS)
     def raise_maxima(i, largest, s):

@@ -16,7 +16,7 @@ Shared memory, dynamic: Q, K and V of each warp, codes of fp8 in flight, and the
 
 from __future__ import annotations
 
-from ....device.cache_rows import Cache
+from ....device.cache_rows import Cache, scales_of_keys, scales_of_values
 from ....device.intrinsics.thread import address, bits_float, divmod_32, shared_address
 from ....device.intrinsics.warp import shuffle, thread_number
 from ....device.language import cuda, float32, int64, types, uint32
@@ -86,7 +86,13 @@ def make_prefill_split(config: TensorConfig) -> KernelSource:
             TileQuery(q_row, q_token_stride, q_head_stride, not MODIFIED and factor < float32(0)),
             Cache(address(k_cache) + int64(kv_head) * k_head_stride, k_block_stride, k_token_stride),
             Cache(address(v_cache) + int64(kv_head) * v_head_stride, v_block_stride, v_token_stride),
-            TilePages(address(block_tables) + int64(item.seq) * table_stride, low, span.last),
+            TilePages(
+                address(block_tables) + int64(item.seq) * table_stride,
+                low,
+                span.last,
+                scales_of_keys(k_scale, scale_strides, kv_head),
+                scales_of_values(v_scale, scale_strides, kv_head),
+            ),
             visible,
             TileLogitOptions(factor, bits_float(uint32(softcap)), item.seq, uint32(item.seq_len - 1)),
             mine,

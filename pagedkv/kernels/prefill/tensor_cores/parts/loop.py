@@ -15,7 +15,7 @@ from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
 from ....device.source import device_function
 from ...config import TensorConfig
-from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row
+from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_scales, make_find_row
 from ..products import make_fragment_offsets, make_multiply_keys, make_multiply_values
 from ..softmax import make_hide_unseen, make_logits, make_softmax, make_softmax_by_sums
 from ..tile import CHUNK_DIMS
@@ -31,7 +31,7 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
     """
     KEYS, PIECES, LANES, CHUNKS = shape.keys, shape.pieces, shape.lanes, shape.chunks
     ROW_BYTES, TILE_BYTES, PIECE_BYTES = shape.row_bytes, shape.tile_bytes, PIECE * shape.row_bytes
-    K_START, CODES, CODES_BYTES, IS_FP8 = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_fp8
+    K_START, CODES, CODES_BYTES, IS_CODED = shape.k_start, shape.codes_start, shape.codes_bytes, config.is_coded
     VECTOR_BYTES, IS_WHOLE, HAS_GAP = config.vector_bytes, shape.lanes == shape.chunks, shape.has_gap
     THROUGH_SHARED, CODES_OF_PIECE = shape.through_shared, shape.copied_bytes
     SLOTS, SLOTS_BYTES = shape.slots_start, shape.slots_bytes
@@ -42,6 +42,8 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, hide_unseen = make_logits(config, shape), make_hide_unseen(config, shape)
     softmax = (make_softmax_by_sums if shape.watches_sums else make_softmax)(config, shape)
+    BY_ROW, SCALES, SCALES_BYTES = config.by_row, shape.scales_start, shape.scales_bytes
+    place_of_scales, copy_scales = make_copy_scales(config, shape)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function
@@ -57,6 +59,10 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
         blocks[i], positions[i] = find_row(pages, uint32(first + PIECE * i), lane, uint32(0))
 
     @device_function
+    def copy_scales_of_piece(i, where, pages, blocks, positions):
+        copy_scales(uint32(where + 4 * PIECE * i), pages, blocks[i], positions[i], uint32(0))
+
+    @device_function
     def convert_piece(i, codes, place, has_chunk):
         convert_rows(uint32(codes + CODES_OF_PIECE * i), uint32(place + PIECE_BYTES * i), has_chunk)
 
@@ -66,7 +72,7 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
         has_chunk = True if IS_WHOLE else chunk < CHUNKS
         place = uint32(shared + uint32(uint32(row * ROW_BYTES) + uint32(uint32(chunk ^ uint32(row & 7)) << 4)))
         clear_gaps(shared, thread)
-        if IS_FP8 and THROUGH_SHARED and HAS_GAP:
+        if IS_CODED and THROUGH_SHARED and HAS_GAP:
             cuda.syncthreads()  # slots take the place of zeros that other warps store
         if warp == 0:
             begin_query(place, query, row, chunk, item, has_chunk)
@@ -80,16 +86,21 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
         v_place = uint32(k_place + TILE_BYTES)
         k_codes = uint32(uint32(shared + CODES) + uint32(uint32(warp * 2 * CODES_BYTES) + uint32(lane * CHUNK_DIMS)))
         v_codes = uint32(k_codes + CODES_BYTES)
-        k_copies, v_copies = k_codes if IS_FP8 else k_place, v_codes if IS_FP8 else v_place
+        k_copies, v_copies = k_codes if IS_CODED else k_place, v_codes if IS_CODED else v_place
 
         first, blocks, positions = span.first, local_array(PIECES, uint32), local_array(PIECES, uint32)
-        slots = v_tile if IS_FP8 else uint32(uint32(shared + SLOTS) + uint32(warp * SLOTS_BYTES))
+        slots = v_tile if IS_CODED else uint32(uint32(shared + SLOTS) + uint32(warp * SLOTS_BYTES))
         for_each(find_piece, PIECES, (blocks, positions, pages, first, lane))
         if THROUGH_SHARED:
             for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
             sync_lanes(warp)
+        scales = uint32(uint32(shared + SCALES) + uint32(warp * SCALES_BYTES))  # tiles of KEYS take turns in two places
+        found = uint32(scales + place_of_scales(lane, uint32(0))) if BY_ROW else uint32(0)
         if first <= span.last:
             for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
+            if BY_ROW:
+                place = uint32(found + uint32(uint32(first & KEYS) << 3))
+                for_each(copy_scales_of_piece, PIECES, (place, pages, blocks, positions))
         end_group()
         if THROUGH_SHARED:
             sync_lanes(warp)
@@ -108,35 +119,40 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
         while any_lane(first <= span.last):
             is_followed = any_lane(uint32(first + KEYS) <= span.last)
             wait_one()
-            if IS_FP8:
+            if IS_CODED:
                 for_each(convert_piece, PIECES, (k_codes, k_place, has_chunk))
             sync_lanes(warp)
             multiply_keys(registers, offsets, shared, k_tile)
             if THROUGH_SHARED:
                 for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
-            if THROUGH_SHARED or not IS_FP8:
+            if THROUGH_SHARED or not IS_CODED:
                 sync_lanes(warp)
             if is_followed:
                 for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
+                if BY_ROW:
+                    place = uint32(found + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
+                    for_each(copy_scales_of_piece, PIECES, (place, pages, blocks, positions))
             end_group()
             mine = uint32(first + uint32(t << 1))
-            logits(registers, options, mine)
-            if uint32(first - span.unmasked) >= span.num_unmasked:
+            of_tile = uint32(uint32(scales + uint32(uint32(first & KEYS) << 3)) + uint32(t << 3))
+            logits(registers, options, mine, of_tile)
+            is_masked = uint32(first - span.unmasked) >= span.num_unmasked
+            if is_masked:
                 hide_unseen(registers, visible, shared, mine, uint32(0), g)
-            softmax(registers, largest_exponent, unit)
+            softmax(registers, largest_exponent, unit, of_tile, is_masked)
             wait_one()
-            if IS_FP8 and THROUGH_SHARED:
+            if IS_CODED and THROUGH_SHARED:
                 sync_lanes(warp)  # V takes the place of the slots
-            if IS_FP8:
+            if IS_CODED:
                 for_each(convert_piece, PIECES, (v_codes, v_place, has_chunk))
             sync_lanes(warp)
             begin_values(registers, offsets, v_tile)
             multiply_values(registers, offsets, v_tile)
-            if IS_FP8 and THROUGH_SHARED:
+            if IS_CODED and THROUGH_SHARED:
                 sync_lanes(warp)  # slots take the place of V
             if THROUGH_SHARED:
                 for_each(rows.share, PIECES, (slots, values, blocks, positions, lane))
-            if THROUGH_SHARED or not IS_FP8:
+            if THROUGH_SHARED or not IS_CODED:
                 sync_lanes(warp)
             if is_followed:
                 for_each(rows.copy, PIECES, (v_copies, slots, values, blocks, positions, row, has_chunk))

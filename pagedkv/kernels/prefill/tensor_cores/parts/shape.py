@@ -78,7 +78,7 @@ class PartShape(TileShape):
     @property
     def copied_bytes(self) -> int:
         """Bytes from the place that a piece is copied to, to that of the next one."""
-        return PIECE * (self.lanes * CHUNK_DIMS if self.config.is_fp8 else self.row_bytes)
+        return PIECE * (self.lanes * CHUNK_DIMS if self.config.is_coded else self.row_bytes)
 
     @property
     def v_start(self) -> int:
@@ -91,7 +91,7 @@ class PartShape(TileShape):
     @property
     def codes_bytes(self) -> int:
         """Bytes of a warp's codes of K, or of V."""
-        return self.keys * self.lanes * CHUNK_DIMS if self.config.is_fp8 else 0
+        return self.keys * self.lanes * CHUNK_DIMS if self.config.is_coded else 0
 
     @property
     def through_shared(self) -> bool:
@@ -108,9 +108,15 @@ class PartShape(TileShape):
         """Whether sums, rather than maxima, tell that a pivot has to move, which saves 57 instructions of a tile.
 
         It takes the registers of S while P is computed. Two row tiles of 128 dims have none to spare (60 bytes would
-        spill), nor has the code before 9.0 (20 bytes).
+        spill), nor has the code before 9.0 (20 bytes). With scales of rows, what a sum may grow by changes.
         """
-        return self.config.architecture >= 9 and (self.config.head_dim <= 64 or self.row_tiles == 1)
+        can_watch = not self.config.by_row and self.config.architecture >= 9
+        return can_watch and (self.config.head_dim <= 64 or self.row_tiles == 1)
+
+    @property
+    def scales_start(self) -> int:
+        """Where the scales of rows of each warp are; as in TileShape."""
+        return self.slots_start + self.slots_bytes * self.num_warps
 
     @property
     def slots_start(self) -> int:
@@ -125,7 +131,7 @@ class PartShape(TileShape):
     @property
     def slots_bytes(self) -> int:
         """Bytes of a warp's slots."""
-        return self.pieces * self.slot_bytes if self.through_shared and not self.config.is_fp8 else 0
+        return self.pieces * self.slot_bytes if self.through_shared and not self.config.is_coded else 0
 
     @property
     def item_start(self) -> int:
@@ -133,5 +139,5 @@ class PartShape(TileShape):
 
     def bytes_of(self, num_warps: int) -> int:
         """Shared memory of `num_warps` warps: Q, tiles, slots and the item."""
-        of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes
+        of_warp = 2 * (self.tile_bytes + self.codes_bytes) + self.slots_bytes + self.scales_bytes
         return self.q_bytes + of_warp * num_warps + 4 * ITEM_WORDS

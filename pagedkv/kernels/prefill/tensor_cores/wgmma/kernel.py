@@ -69,7 +69,7 @@ def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
     def softmax(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane):
         """Turn S into exponentials, and return whether a pivot has moved."""
         mine = uint32(first + uint32(uint32(lane & 3) << 1))
-        logits(registers, options, mine)
+        logits(registers, options, mine, uint32(0))
         if uint32(first - span.unmasked) >= span.num_unmasked:
             hide_unseen(registers, visible, shared, mine, warp, uint32(lane >> 2))
         return exponentiate(registers, largest_exponent, unit)
