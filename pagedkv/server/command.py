@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..extras import pip_install
+from ..layouts import KV_DTYPES
 from .serve import joined, serve
 
 KV_EVENTS_KEYS = {  # of vLLM's KVEventsConfig, and the number of this server among replicas
@@ -101,7 +102,7 @@ def add_server_options(parser: ArgumentParser) -> None:
     group("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block (default: %(default)s)")
     group(
         "--kv-dtype",
-        choices=("auto", "fp8_e4m3", "fp8_e5m2"),
+        choices=("auto", *KV_DTYPES),
         default="auto",
         help="of K and V in the pool (default: auto, that of the weights)",
     )

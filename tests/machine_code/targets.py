@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagedkv.bench.report import Row
+
 from .variants import SHORT, WGMMA
 
 

@@ -146,6 +146,12 @@ def test_a_pool_of_so_much_memory(memory, num_blocks):
     assert built("--memory", memory).worker.engine.cache.stats().free == num_blocks
 
 
+def test_a_pool_of_int8_rows():
+    """Of 32 dims, in 32 + 4 of float32's 128 bytes."""
+    pools = [built("--num-blocks", "64", *options).worker.engine.cache for options in ((), ("--kv-dtype", "int8"))]
+    assert [cache.stats().num_bytes for cache in pools] == [64 * 16 * 5 * 2 * 2 * nbytes for nbytes in (128, 36)]
+
+
 def test_it_says_at_start_what_it_computes_with(capsys):
     built("--num-blocks", "64", "--kv-dtype", "fp8_e4m3")
     said = "the small model in float32 on the CPU; context of 256 tokens; pool of 1,024 tokens in 64 blocks, 0.6 MiB\n"

@@ -48,6 +48,17 @@ def test_each_family_generates_what_eager_attention_does(family, device):
     assert (paged - exact).abs().max() <= bound
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Gemma4 31B"])
+def test_int8_rows_change_logits_less_than_fp8_does(family):
+    """By one argument, for 20 of the 32 bytes of rows of 16 dims in bfloat16."""
+    model, [text] = make_model(family).bfloat16(), prompts(70)
+    use_pagedkv(model)
+    caches = {kv_dtype: PagedCache(model, num_blocks=16, kv_dtype=kv_dtype) for kv_dtype in (None, "int8", "fp8_e4m3")}
+    exact, *wide = (logits(model, text, (0, 40), past_key_values=cache).float() for cache in caches.values())
+    of_int8, of_fp8 = ((x - exact).square().mean().sqrt() for x in wide)
+    assert of_int8 < min(of_fp8 / 2, exact.square().mean().sqrt() / 10)
+
+
 def test_the_docs_list_every_tested_family():
     page = (Path(__file__).parents[3] / "docs" / "howto" / "which-models.md").read_text()
     tested = " ".join(
