@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat, starmap
 from typing import NamedTuple
 
 from ..memory.arguments import as_int
@@ -62,14 +62,18 @@ class Slots:
 
     def put(self, keys: Iterable[bytes], slots: Sequence[int], sizes: Iterable[int]) -> None:
         """Name the slots of a `SlotPlan` whose evicted keys are removed."""
-        for slot in slots:
-            del self._free[slot]
         # As in `find`: a sequence loses its last block first.
-        for key, slot, size in reversed([*zip(keys, slots, sizes, strict=True)]):
-            self._used[key] = slot, size
+        named = [*zip(keys, zip(slots, sizes, strict=True), strict=True)][::-1]
+        _do_all(map(self._free.__delitem__, slots), starmap(self._used.__setitem__, named))
 
     def remove(self, keys: Iterable[bytes]) -> list[int]:
         """Forget keys, and return their slots."""
-        gone = [place[0] for key in keys if (place := self._used.pop(key, None)) is not None]
-        self._free |= dict.fromkeys(gone)
+        here = [key for key in dict.fromkeys(keys) if key in self._used]
+        gone = [self._used[key][0] for key in here]
+        _do_all(map(self._used.__delitem__, here), map(self._free.__setitem__, gone, repeat(None)))
         return gone
+
+
+def _do_all(*changes: Iterable[object]) -> None:
+    """Make changes in a loop in C, so that no interrupt comes between them and leaves slots that nobody has."""
+    deque(chain(*changes), maxlen=0)

@@ -55,8 +55,8 @@ MUTANTS = [
     ),
     Mutant(
         "slots: the beginning of a sequence goes first",
-        "reversed([*zip(keys, slots, sizes, strict=True)])",
-        "zip(keys, slots, sizes, strict=True)",
+        "[*zip(keys, zip(slots, sizes, strict=True), strict=True)][::-1]",
+        "[*zip(keys, zip(slots, sizes, strict=True), strict=True)]",
         "tests/stores/test_stores.py::test_the_least_recently_used_blocks_make_room[host]",
     ),
     Mutant(

@@ -1,5 +1,7 @@
 """What every store promises: the block that was put, or none; a bound; the beginnings of sequences stay longest."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from pagedkv.stores import FileStore, HostStore
 from pagedkv.stores.recycled import RecycledMemory
 from pagedkv.stores.redis import RedisStore
 
+from ..support.interrupts import interrupts_at_every_instant
 from . import redis_server
 from .nixl_agent import host_and_store
 
@@ -123,6 +126,22 @@ def test_refusals_change_nothing(store, wrong_keys, blocks, message):
     with pytest.raises(ValueError, match=message):
         store.put([*keys(3), *wrong_keys], [b"c", *blocks])
     assert here(store, 1, 2, 3) == [1, 2]
+
+
+@pytest.mark.parametrize("call", [lambda store: put(store, 4, 5, 6), lambda store: store.remove(keys(1, 2))])
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_an_interrupt_at_any_instant_leaves_room_for_all_blocks(tmp_path, kind, call):
+    for i, interrupt in enumerate(interrupts_at_every_instant((f"stores/{kind}", "stores/slots"))):
+        sizes = CAPACITY, BLOCK_BYTES
+        store = HostStore(*sizes) if kind == "host" else FileStore(tmp_path / str(i), *sizes)
+        put(store, 0, 1, 2, 3)
+        with suppress(KeyboardInterrupt), interrupt:
+            call(store)
+        here(store, *range(7))
+        put(store, *range(10, 10 + NUM_BLOCKS))
+        assert len(here(store, *range(10, 10 + NUM_BLOCKS))) == NUM_BLOCKS, interrupt.came_at
+        if kind == "file":
+            store.close()
 
 
 def test_memory_is_used_again_when_nobody_has_it():
