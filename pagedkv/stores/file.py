@@ -97,6 +97,8 @@ class FileStore:
 
     def close(self) -> None:
         """Let another process open the file."""
+        if self._process == os.getpid() and not self._file.closed:
+            _let_go(self._file)
         self._file.close()
 
     def get(self, keys: Sequence[bytes]) -> list[memoryview | None]:
@@ -225,6 +227,14 @@ class FileStore:
             raise RuntimeError(f"the file {self._path} belongs to the process that opened it: open it in this one")
         if self._file.closed:
             raise ValueError(f"the store of {self._path} is closed")
+
+
+def _let_go(file: BinaryIO) -> None:
+    """Unlock a file, which forked processes hold as well as long as they have it open."""
+    if sys.platform != "win32":  # there closing is enough, since no process forks
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _hold(file: BinaryIO, path: Path) -> None:

@@ -95,6 +95,21 @@ def test_a_forked_process_has_no_file(path):
             put(store, 1)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_forked_process_does_not_hold_the_file(path):
+    store = FileStore(path, **SIZES)
+    inherited = os.dup(store._file.fileno())  # what a child has
+    store.close()
+    store.close()
+    with FileStore(path, **SIZES) as store:
+        with pytest.raises(BlockingIOError):
+            FileStore(path, **SIZES)
+        store._process += 1
+        store.close()  # as a child does
+        assert store._file.closed
+    os.close(inherited)
+
+
 def cut(content):
     return content[:-1]
 
