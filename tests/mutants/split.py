@@ -124,10 +124,22 @@ MUTANTS = [
         SPLIT + "test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length",
     ),
     Mutant(
-        "split: no barrier before the length of the next unit, after one without a split",
-        "            elif PERSISTENT:\n                cuda.syncthreads()",
-        "            elif PERSISTENT:\n                pass",
+        "split: no barrier before shared memory is used for the next unit",
+        "            if PERSISTENT:\n                cuda.syncthreads()",
+        "            if PERSISTENT:\n                pass",
         UNITS,
+    ),
+    Mutant(
+        "split: lengths are read once",
+        "if turn % NUM_LENGTHS == 0:",
+        "if turn == 0:",
+        SPLIT + "test_a_thread_block_reads_lengths_again_when_it_has_used_all",
+    ),
+    Mutant(
+        "split: the entries of the next unit are those of a sequence of the greatest length",
+        "prefetch_entries(thread, number, lengths[turn % NUM_LENGTHS], places)",
+        "prefetch_entries(thread, number, uint32(max_seq_len), places)",
+        SPLIT + "test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length",
     ),
     Mutant(
         "split: a thread block takes the same columns again",

@@ -20,7 +20,7 @@ the splits. A unit past the last split is only counted.
 
 Shared memory. One buffer, static, or dynamic if that is too small: first for Q, or staged rows and Q, then for the sums
 of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of all
-warp groups, and two words from thread 0: the length that all threads agree on, and the count.
+warp groups, the lengths of the next units, on which all threads agree, and the count, a word from thread 0.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..device.intrinsics.thread import address, bits_float, divmod_32, load_4, s
 from ..device.intrinsics.warp import prefetch_l2
 from ..device.language import cuda, float32, int32, int64, types, uint32
 from ..device.last_block import is_last, publish
+from ..device.sizes import WARP_SIZE
 from ..device.source import KernelSource, device_function
 from ..device.visible import VISIBLE, first_key_of_last
 from .arguments import SharedSums, SplitLogitOptions, SplitOutput, SplitPages, SplitPartials, SplitQuery, SplitUnit
@@ -62,6 +63,7 @@ def make_split(config: SplitConfig) -> KernelSource:
     NUM_TILES, NUM_HEADS, GROUP_SIZE = config.num_tiles, config.num_heads, config.group_size
     SHORT_SPLIT, LONG_SPLIT = uint32(config.short_split), uint32(config.long_split)
     BLOCK_SIZE, PERSISTENT = config.block_size, is_persistent(config)
+    NUM_LENGTHS = NUM_THREADS if PERSISTENT else 1
     LEADING_ZEROS, MANY = 32 - FULL_GRID.bit_length(), int32(MANY_SPLITS.bit_length() - 1)
     NUM_FLOATS = 0 if are_dynamic(config) else _shared_bytes(config) // 4
     NUM_STATES, IS_EVEN = config.num_warp_groups * config.num_heads, NUM_TILES * NUM_HEADS == GROUP_SIZE
@@ -102,16 +104,21 @@ def make_split(config: SplitConfig) -> KernelSource:
         return num_splits, first, min(uint32(first + size - 1), uint32(length - 1))
 
     @device_function
-    def prefetch_entries(thread, table, first, last):
-        """Bring the block table entries of tokens into L2."""
-        entry, last_entry = uint32(first // uint32(BLOCK_SIZE)), uint32(last // uint32(BLOCK_SIZE))
-        entry = uint32(entry + thread * LINE_ENTRIES)
-        if entry < uint32(last_entry + LINE_ENTRIES):
-            prefetch_l2(table + int64(min(entry, last_entry)) * 4)
+    def prefetch_entries(thread, number, length, places):
+        """Bring the block table entries of a unit into L2, if its sequence is so long; the first warp does it."""
+        num_columns, num_kv_heads, visible, block_tables, table_stride = places
+        if thread < WARP_SIZE:
+            unit = unit_of(number, num_columns, num_kv_heads)
+            num_splits, first, last = tokens_of(unit.split, length, visible, num_kv_heads)
+            entry, last_entry = uint32(first // uint32(BLOCK_SIZE)), uint32(last // uint32(BLOCK_SIZE))
+            entry = uint32(entry + thread * LINE_ENTRIES)
+            if unit.split < num_splits and entry < uint32(last_entry + LINE_ENTRIES):
+                table = address(block_tables) + int64(unit.seq) * table_stride
+                prefetch_l2(table + int64(min(entry, last_entry)) * 4)
 
     @device_function
     def length_of(seq_lens, seq, max_seq_len):
-        """The length of a sequence; one out of range counts as 0: the grid and the workspace end at max_seq_len."""
+        """The length of a sequence; one out of range counts as 0: the units and the workspace end at max_seq_len."""
         seq_len = int64(int32(load_4(address(seq_lens) + int64(seq) * 4)))
         return uint32(0 if seq_len < 0 or seq_len > max_seq_len else seq_len)
 
@@ -142,23 +149,29 @@ def make_split(config: SplitConfig) -> KernelSource:
         maxima, sums = cuda.shared.array(NUM_STATES, float32), cuda.shared.array(NUM_STATES, float32)
         weights = cuda.shared.array(NUM_STATES, float32)
         shared = SharedSums(shared_address(room), maxima, sums, weights)
-        agreed, counted = cuda.shared.array(1, uint32), cuda.shared.array(1, uint32)
+        lengths, counted = cuda.shared.array(NUM_LENGTHS, uint32), cuda.shared.array(1, uint32)
         thread = uint32(cuda.threadIdx.x)
         strides, partials = (out_seq_stride, out_head_stride), SplitPartials(partial_sums, partial_states, most_splits)
-        number, num_units = uint32(cuda.blockIdx.x), uint32(num_columns * most_splits)
+        places = num_columns, num_kv_heads, visible, block_tables, table_stride
+        number, num_units, turn = uint32(cuda.blockIdx.x), uint32(num_columns * most_splits), uint32(0)
         while number < num_units:
+            if PERSISTENT:
+                cuda.syncthreads()  # the unit before has read what is in shared memory
+            if turn % NUM_LENGTHS == 0:
+                # Entries arrive beside the length that says which of them count, if it is near the longest.
+                prefetch_entries(thread, number, uint32(max_seq_len), places)
+                # Those of the next units, each read by one thread: it may change meanwhile, and all threads must agree.
+                later = uint32(number + thread * uint32(cuda.gridDim.x))
+                if thread < NUM_LENGTHS and later < num_units:
+                    seq = unit_of(later, num_columns, num_kv_heads).seq
+                    lengths[thread] = length_of(seq_lens, seq, max_seq_len)
+                cuda.syncthreads()
             # 32 bits where they suffice: what outlives the inner loop takes registers from it.
-            unit = unit_of(number, num_columns, num_kv_heads)
-            table = address(block_tables) + int64(unit.seq) * table_stride
-            # Entries arrive beside the length that says which of them count, if it is near the longest one.
-            _, first, last = tokens_of(unit.split, uint32(max_seq_len), visible, num_kv_heads)
-            prefetch_entries(thread, table, first, last)
-            # Thread 0 reads the length for the block: it may change while the kernel runs, and all threads must agree.
-            if thread == 0:
-                agreed[0] = length_of(seq_lens, unit.seq, max_seq_len)
-            cuda.syncthreads()
-            length = agreed[0]
+            unit, length = unit_of(number, num_columns, num_kv_heads), lengths[turn % NUM_LENGTHS]
             num_splits, first, last = tokens_of(unit.split, length, visible, num_kv_heads)
+            number, turn = uint32(number + uint32(cuda.gridDim.x)) if PERSISTENT else num_units, uint32(turn + 1)
+            if PERSISTENT and number < num_units:
+                prefetch_entries(thread, number, lengths[turn % NUM_LENGTHS], places)
             # Where rows go is computed again where it is used: it would take registers in the inner loop.
             if num_splits == 0 and unit.split == 0:
                 output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, unit)
@@ -175,7 +188,7 @@ def make_split(config: SplitConfig) -> KernelSource:
                     Cache(address(k_cache) + k, k_block_stride, k_token_stride),
                     Cache(address(v_cache) + v, v_block_stride, v_token_stride),
                     SplitPages(
-                        table,
+                        address(block_tables) + int64(unit.seq) * table_stride,
                         last,
                         scales_of_keys(k_scale, scale_strides, unit.kv_head),
                         scales_of_values(v_scale, scale_strides, unit.kv_head),
@@ -188,14 +201,11 @@ def make_split(config: SplitConfig) -> KernelSource:
                 merge.merge_warps(thread, output, partials, num_splits, unit.split, shared)
                 if num_splits > 1:
                     publish(thread)
-            elif PERSISTENT:
-                cuda.syncthreads()  # all threads have read the length, which that of the next unit replaces
 
             counter = address(counters) + int64(unit.column) * 4
             if is_last(thread, counter, most_splits, num_splits, shared_address(counted)):
                 output = output_of(out, strides, lse, sinks, v_scale, v_number, num_heads, unit)
                 merge.merge_splits(thread, output, partials, num_splits, room)
-            number = uint32(number + uint32(cuda.gridDim.x)) if PERSISTENT else num_units
 
     return KernelSource(split, SIGNATURE, NUM_THREADS, min_blocks)
 

@@ -107,6 +107,12 @@ def test_the_thread_block_that_computes_a_unit_changes_no_bits(kernel, open_devi
         assert_same_bits(kernel.attend(problem, device=device), expected)
 
 
+def test_a_thread_block_reads_lengths_again_when_it_has_used_all():
+    """One for all 130 units: it has read the lengths of 128."""
+    problem = SPLIT.build(seq_lens=(*(1 + i % 3 for i in range(128)), 7, 5), num_kv_heads=1)
+    assert_close(problem, *SPLIT.attend(problem, few_at_once(emulator, 1)))
+
+
 def with_loads_for_prefetches(launch):
     """A launch whose prefetches are loads, which the emulator checks and records."""
     ptx = launch.kernel.ptx
@@ -117,14 +123,23 @@ def with_loads_for_prefetches(launch):
 
 
 def test_a_thread_block_prefetches_the_entries_of_its_split_beside_the_length():
-    """Of a sequence as long as its table, whose splits have entries 0 .. 15, 16 .. 31 and 32 .. 39."""
+    """Of a sequence as long as its table, whose splits have entries 0 .. 15, 16 .. 31 and 32 .. 39.
+
+    Those of the units that it takes later have the lengths that these have.
+    """
     problem = SPLIT.build(seq_lens=(600, 0), num_kv_heads=1)
-    device, call, results = emulator(footprint=True), SPLIT.call(problem), new_results(problem)
+    for count, entries in ((6, [0, 15, 16, 31, 32, 39]), (2, [0, 15])):
+        read = prefetched(problem, count)
+        assert np.flatnonzero(read[1]).tolist() == entries
+
+
+def prefetched(problem, count):
+    """Which entries of the block tables a launch of so many thread blocks reads or prefetches."""
+    device, call, results = few_at_once(emulator, count)(footprint=True), SPLIT.call(problem), new_results(problem)
     plan = attention.plan(device, call._replace(out=results[0]))
     plan = replace(plan, launches=tuple(map(with_loads_for_prefetches, plan.launches)))
     run_plan(device, plan, call.q, call.caches, *results)
-    read = device.launches[0].footprint.read("block_tables")
-    assert np.flatnonzero(read[1]).tolist() == [0, 15, 16, 31, 32, 39]
+    return device.launches[0].footprint.read("block_tables")
 
 
 def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypatch):
