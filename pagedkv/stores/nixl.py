@@ -147,7 +147,7 @@ class NixlHost:
 
 
 class NixlStore:
-    """Keeps blocks in the memory of a `NixlHost`. Any thread may call it.
+    """Keeps blocks in the memory of a `NixlHost`. Any thread may call it, of the process that made it.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class NixlStore:
     """
 
     def __init__(self, address: tuple[str, int], *, timeout: float = 5.0) -> None:
-        self._address, self._timeout, self._lock = address, timeout, Lock()
+        self._address, self._timeout, self._lock, self._process = address, timeout, Lock(), os.getpid()
         self._agent, self._recycled = _agent(), RecycledMemory()
         self._connection: socket.socket | None = None
         self._unfinished: list[Any] = []  # memory that NIXL may still write to
@@ -250,6 +250,10 @@ class NixlStore:
     @contextmanager
     def _turn(self) -> Iterator[tuple[socket.socket, float]]:
         """Let one thread at a time have the connection, until a deadline; what it raises ends the connection."""
+        if self._process != os.getpid():  # both would read each other's answers
+            raise RuntimeError(
+                f"the connection to {self._address} belongs to the process that made this NixlStore: make one here"
+            )
         deadline = time.monotonic() + self._timeout
         if not self._lock.acquire(timeout=self._timeout):
             raise TimeoutError(f"other threads have used this NixlStore for {self._timeout} seconds")

@@ -109,6 +109,17 @@ def test_a_transfer_that_stalls_keeps_its_memory(monkeypatch):
 
 
 @pytest.mark.skipif(HAS_NIXL, reason="NIXL is installed")
+def test_a_forked_process_does_not_use_the_connection():
+    with host_and_store(700, 100) as (_, store):
+        process, store._process = store._process, store._process + 1  # as a child sees it
+        for call in (lambda: store.get([KEY]), lambda: store.has([KEY]), lambda: store.put([KEY], [BLOCK])):
+            with pytest.raises(RuntimeError, match="belongs to the process that made this NixlStore: make one here"):
+                call()
+        store._process = process
+        store.put([KEY], [BLOCK])
+        assert store.has([KEY]) == [True]
+
+
 def test_without_nixl_a_message_says_how_to_install_it():
     with pytest.raises(ModuleNotFoundError, match="NIXL is not installed: pip install --no-deps nixl-cu12"):
         nixl.NixlHost(700, 100)
