@@ -114,7 +114,7 @@ class RedisStore:
         at_once, room = 1, memoryview(b"")
         while len(found) < len(keys):
             for block in self._client.mget([self._prefix + key for key in keys[len(found) : len(found) + at_once]]):
-                if block is None:
+                if not block:  # `has` says that an empty one is not there
                     found.append(None)
                     continue
                 # The memory of each answer serves the next one, too: new memory would take longer than the copy.

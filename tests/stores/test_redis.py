@@ -38,6 +38,14 @@ def test_stores_share_blocks_and_their_bound(server):
     assert foreign.get(block(4)[0])[0] == block(4)[1][0]
 
 
+def test_an_empty_value_is_no_block_and_costs_no_other(server):
+    store = RedisStore(server.url, 30, prefix="empty", timeout=10)
+    store.put(*block(1))
+    keys = block(0)[0] + block(1)[0]
+    store._client.set(store._prefix + keys[0], b"")
+    assert (store.has(keys), store.get(keys)[0], bytes(store.get(keys)[1])) == ([False, True], None, block(1)[1][0])
+
+
 def test_prefixes_find_each_other_over_a_server(server):
     size = blocks_of(make_cache()).wire.block_bytes
     store = RedisStore(server.url, 100 * size, prefix="prefixes", timeout=10)
