@@ -60,15 +60,14 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
     R, scaled = config.group_rows, config.scaled
     pass_config = PassConfig(config.kind, R, config.whole, staged=False)
     score_keys, add_values = make_score_keys(pass_config), make_add_values(pass_config)
-    value_step = VALUE_STEP if scaled else STEP
+    step_tokens = VALUE_STEP if scaled else STEP
 
     @inlined
     def walk(scratch, item, inputs, options, start, stop):
         k_rows, next_k, v_rows = scratch.k_rows, scratch.next_k_rows, scratch.v_rows
         k_strides, v_strides, block_size, table = inputs.k_strides, inputs.v_strides, inputs.block_size, item.table
         heads, head_dim = item.kv_heads, item.head_dim
-        run_steps = 1 if item.token_major else max(block_size // STEP, 1)
-        run_values = 1 if item.token_major else max(block_size // value_step, 1)
+        run_steps = 1 if item.token_major else max(block_size // step_tokens, 1)
         groups = item.head_rows // R
         k_offset, v_offset = item.first_kv_head * k_strides[1], item.first_kv_head * v_strides[1]
         if start < stop:
@@ -97,7 +96,7 @@ def _walk_in_place(config: TileConfig, weigh: Callable[..., Any]) -> Callable[..
             values = TilePass(
                 rows=v_rows, offset=v_offset, head_stride=v_strides[1],
                 next_rows=later, next_offset=later_offset, next_head_stride=later_stride,
-                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_values,
+                count=count, num_heads=heads, num_groups=groups, head_dim=head_dim, run_steps=run_steps,
                 tile=scratch.v_tile, tile_rows=scratch.v_tile_rows,
                 key_factors=0, row_factors=0,
             )  # fmt: skip

@@ -70,6 +70,7 @@ def dot_products(
     kind: str,
     num_groups: int,
     group_rows: int,
+    num_keys: int,
     scores: Value,
     queries: Value,
     query_stride: Value,
@@ -79,7 +80,7 @@ def dot_products(
     to_prefetch: RowsToPrefetch | None,
     to_widen: RowsToWiden | None,
 ) -> None:
-    """Store the scores of some groups with the STEP keys of a step, which are whole chunks of `kind`.
+    """Store the scores of some groups with the keys of a step, which are whole chunks of `kind`.
 
     Keys are widened in registers. Between the arithmetic, prefetch the rows of a later step, a few lines at a time,
     since all of them at once would fill the processor's miss buffers, and widen the rows of the next one.
@@ -142,7 +143,7 @@ def dot_products(
             place = builder.add(scores, code.times(first, group_rows * FLOAT_BYTES))
             code.store(totals, place, g * TILE * group_rows * FLOAT_BYTES)
 
-    code.repeatedly(INT64(STEP // at_once), some_keys)
+    code.repeatedly(INT64(num_keys // at_once), some_keys)
 
 
 def _totals(code: Code, sums: list[Value], chains: int, group_rows: int) -> Value:

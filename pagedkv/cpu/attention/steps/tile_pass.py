@@ -54,6 +54,7 @@ def make_score_keys(config: PassConfig) -> Any:
     kind, R = config.kind, config.group_rows
     wide = kind if config.staged else widened_kind(kind)
     reads = kind if config.whole and (R == 1 or kind == "int8") else wide
+    step_tokens = VALUE_STEP if wide in INTEGERS else STEP  # as many as of values, which a pass prefetches for the next
 
     def emit(code: Code, scores: Value, queries: Value, tile_pass: TilePass) -> None:
         builder, row_bytes = code.builder, code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
@@ -69,9 +70,9 @@ def make_score_keys(config: PassConfig) -> Any:
                     builder.add(tile_pass.row_factors, code.times(row, FLOAT_BYTES)),
                 )
             stride = code.times(row_bytes, R)
-            dot_products(code, reads, num_groups, R, to, q, stride, keys, num_vectors, factors, *meanwhile)
+            dot_products(code, reads, num_groups, R, step_tokens, to, q, stride, keys, num_vectors, factors, *meanwhile)
 
-        _emit_steps(code, config, reads, STEP, groups_at_once(config), tile_pass, compute)
+        _emit_steps(code, config, reads, step_tokens, groups_at_once(config), tile_pass, compute)
 
     return step(emit)
 
@@ -101,18 +102,13 @@ def make_add_values(config: PassConfig) -> Any:
     return step(emit)
 
 
-def _reach(
-    code: Code, tile_pass: TilePass, bytes_of_dim: int, steps_of_next: int, num_steps: Value, least: int
-) -> Value:
-    """How many steps ahead rows are prefetched: from `least` to `num_steps`.
-
-    A step of the next tile may have the tokens of several steps; those of its first steps are all to be prefetched.
-    """
+def _reach(code: Code, tile_pass: TilePass, bytes_of_dim: int, num_steps: Value, least: int) -> Value:
+    """How many steps ahead rows are prefetched: from `least` to `num_steps`."""
     builder, step_bytes = code.builder, code.times(tile_pass.head_dim, bytes_of_dim)
     if prefetches_into_l1():
         # What the other heads' rows of the same tokens leave free in L1.
         free = builder.sub(INT64(L1_BYTES), builder.mul(tile_pass.num_heads, step_bytes))
-        reach = code.smaller(builder.sdiv(free, step_bytes), code.times(tile_pass.num_heads, steps_of_next))
+        reach = code.smaller(builder.sdiv(free, step_bytes), tile_pass.num_heads)
     else:
         reach = builder.sdiv(INT64(L2_REACH), step_bytes)
     return code.smaller(code.greater(reach, INT64(least)), num_steps)
@@ -169,12 +165,12 @@ def _emit_steps(
         in_groups(steps_of_staged_tile, INT64(0), most)
         return
     in_tile = reads != config.kind or not config.whole
-    one_ahead = in_tile and config.whole and not are_pairs
+    one_ahead = in_tile and config.whole and config.kind not in INTEGERS
     stride = code.times(_num_vectors(code, tile_pass), LANES * FLOAT_BYTES)
 
     def half(number: Value) -> tuple[Value, RowAddresses]:
-        """The half of the tile that holds the widened rows of a step: its address, and the rows there."""
-        row = code.times(builder.and_(number, INT64(1)), STEP)
+        """The part of the tile that holds the widened rows of a step: its address, and the rows there."""
+        row = code.times(builder.and_(number, INT64(1)), STEP) if one_ahead else INT64(0)
         rows = RowAddresses(builder.add(tile_pass.tile_rows, code.times(row, INT_BYTES)), INT64(0))
         return builder.add(tile_pass.tile, builder.mul(row, stride)), rows
 
@@ -191,7 +187,7 @@ def _emit_steps(
             if are_pairs:
                 widen_pairs(code, VALUE_STEP, to, *rest)
             else:
-                widen_rows(code, config.kind, to, *rest)
+                widen_rows(code, config.kind, step_tokens, to, *rest)
         if in_tile:
             rows = half(number)[1]
         row, t = builder.mul(this.head, code.times(tile_pass.num_groups, R)), order.token(this)
@@ -205,9 +201,7 @@ def _emit_steps(
 
     start = order.position(INT64(0))
     least = 2 if one_ahead else 1  # rows that are widened one step ahead have been prefetched by then
-    steps_of_next = VALUE_STEP // step_tokens if config.kind in INTEGERS else 1
-    bytes_of_dim = step_tokens * ELEMENT_BYTES[config.kind]
-    reach = _reach(code, tile_pass, bytes_of_dim, steps_of_next, order.num_steps, least)
+    reach = _reach(code, tile_pass, step_tokens * ELEMENT_BYTES[config.kind], order.num_steps, least)
     if one_ahead:
-        widen_rows(code, config.kind, tile_pass.tile, stride, order.rows(start), tile_pass.head_dim)
+        widen_rows(code, config.kind, STEP, tile_pass.tile, stride, order.rows(start), tile_pass.head_dim)
     code.loop(order.num_steps, [*start, *order.position(reach)], one_step)

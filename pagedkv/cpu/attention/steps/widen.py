@@ -120,16 +120,18 @@ def make_widen(kind: str) -> Any:
     """The step ``widen(target, target_stride, rows, offset, head_dim)``, see `widen_rows`."""
 
     def emit(code: Code, target: Value, stride: Value, rows: Value, offset: Value, head_dim: Value) -> None:
-        widen_rows(code, kind, target, stride, RowAddresses(rows, offset), head_dim)
+        widen_rows(code, kind, STEP, target, stride, RowAddresses(rows, offset), head_dim)
 
     return step(emit)
 
 
-def widen_rows(code: Code, kind: str, target: Value, stride: Value, rows: RowAddresses, head_dim: Value) -> None:
-    """Widen STEP rows of `kind` to rows that begin a stride apart."""
+def widen_rows(
+    code: Code, kind: str, count: int, target: Value, stride: Value, rows: RowAddresses, head_dim: Value
+) -> None:
+    """Widen `count` rows of `kind` to rows that begin a stride apart."""
     builder, dims, item, wide = code.builder, CHUNK_DIMS[kind], ELEMENT_BYTES[kind], wide_bytes(kind)
     chunks = builder.sdiv(head_dim, INT64(dims))
-    pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, STEP))]
+    pairs = [(rows.at(code, t), to) for t, to in enumerate(code.rows(target, stride, count))]
 
     def chunk(n: Value) -> None:
         begin, place = code.times(n, item * dims), code.times(n, wide * dims)
