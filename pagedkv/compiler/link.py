@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +97,14 @@ def load_or_link(ptx: str, capability: Capability) -> Linked:
 def link_without_spills(ptx: str, capability: Capability) -> Linked:
     """Link a PTX module, with several attempts until ptxas spills nothing.
 
-    Its kernel asks for some thread blocks on a multiprocessor. Each attempt asks for one fewer, down to two, which
-    leaves more registers for each thread. The last one is at level 1 of ptxas, which moves instructions less and may
-    take fewer registers. If all attempts spill, the one that spills least is returned.
+    Its kernel asks for some thread blocks on a multiprocessor. What spills is linked again at level 1 of ptxas, which
+    moves instructions less and may take fewer registers, and then for one thread block fewer, down to two, which leaves
+    more registers for each thread. If all attempts spill, the one that spills least is returned.
     """
     asked = re.search(r"\.minnctapersm (\d+)", ptx)
     blocks = int(asked[1]) if asked else 0
-    attempts = [(n, 3) for n in range(blocks, 1, -1)] or [(blocks, 3)]
     tried = []
-    for n, level in (*attempts, (attempts[-1][0], 1)):
+    for n, level in product(range(blocks, 1, -1) or [blocks], (3, 1)):
         linked = link(ptx.replace(asked[0], f".minnctapersm {n}") if asked else ptx, capability, level)
         if not linked.resources().spill_bytes:
             return linked

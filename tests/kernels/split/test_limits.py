@@ -9,6 +9,7 @@ from pagedkv.compiler.compile import compile_kernel
 from pagedkv.compiler.occupancy import occupancy
 from pagedkv.kernels.split.config import NUM_THREADS, SplitConfig
 from pagedkv.kernels.split.kernel import dynamic_bytes, make_split
+from pagedkv.kernels.split.shape import TensorShape
 
 from ...machine_code.measure import loads_by_column
 from ...machine_code.sass import code_of
@@ -43,6 +44,14 @@ LONG = [
 ]
 
 
+def thread_blocks(config, kernel, capability):
+    """How many fit on a multiprocessor, of a kernel that spills nothing."""
+    resources = kernel.linked.resources()
+    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
+    shared_bytes = resources.shared_bytes + dynamic_bytes(config)
+    return occupancy(capability, resources.registers, NUM_THREADS, shared_bytes)
+
+
 @pytest.mark.parametrize(
     ("capability", "head_dim", "group_size", "q_kind", "kv_kind", "modified"), [*SHORT, *long(LONG)], ids=str
 )
@@ -55,10 +64,20 @@ def test_usual_variants_fit_twice_and_have_48_kib_in_flight(
         architecture=capability[0],
     )
     kernel = compile_kernel(make_split, config, capability)
-    resources = kernel.linked.resources()
-    assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
-    shared_bytes = resources.shared_bytes + dynamic_bytes(config)
-    blocks = occupancy(capability, resources.registers, NUM_THREADS, shared_bytes)
+    blocks = thread_blocks(config, kernel, capability)
     assert blocks >= 2
     [(_, in_flight)] = loads_by_column(code_of(kernel.cubin, kernel.entry), ("KV",), capability)
     assert blocks * NUM_THREADS * in_flight >= 48 * 1024
+
+
+@pytest.mark.parametrize(
+    ("group_size", "q_kind", "kv_kind"),
+    [
+        (4, *WIDENED),
+        *long([(1, *WIDENED), (8, *WIDENED), (4, "float16", "fp8_e5m2"), (4, "bfloat16", "bfloat16"), (8, *HALF)]),
+    ],
+    ids=str,
+)
+def test_three_thread_blocks_of_128_dims_fit_on_a_hopper_multiprocessor(group_size, q_kind, kv_kind):
+    config = SplitConfig(128, group_size, 16, q_kind, kv_kind)
+    assert thread_blocks(config, compile_kernel(make_split, config), (9, 0)) == TensorShape(config).min_blocks == 3
