@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from .. import reference
@@ -67,7 +68,8 @@ def assert_close(
 
     The bound is that of `error_bound`, for dense attention whose scores, probabilities and output are rounded to q's
     dtype; in float32 with ALiBi biases beyond 100 it is 2.5 times as large. Beside an int8 cache, a row of q may be
-    rounded to 16-bit integers, and so may the probabilities times the scales of their values, of 16 tokens at a time.
+    rounded to 16-bit integers, and so may the probabilities times the scales of their values, of 16 tokens at a time;
+    in prefill these may be rounded to q's dtype.
 
     Parameters
     ----------
@@ -104,9 +106,10 @@ def assert_close(
     errors = np.abs(out.astype(np.float64) - exact)
     bound = error_bound(exact, rounded, factor * 2.5 if biased and spec.q_dtype == "float32" else factor)
     if spec.has_scales:  # half a unit of each of 16 products of largest probability and value, at random
-        bound += 2.0**-14 * max(
-            (np.nanmax(scales, initial=0.0) * INT8_MAX for *_, scales in problem.contents), default=0.0
-        )
+        unit = 2.0**-14
+        if spec.query_lens is not None and spec.q_dtype != "float32":  # or of one product, in q's dtype
+            unit = max(unit, float(ml_dtypes.finfo(FLOATS[spec.q_dtype]).eps) / 2)
+        bound += unit * max((np.nanmax(scales, initial=0.0) * INT8_MAX for *_, scales in problem.contents), default=0.0)
     error = errors.max(initial=0.0)  # NaN stays, and fails
     assert error <= bound, _at_fault(problem, "out", out, exact, errors, bound)
     empty = exact_lse == -np.inf

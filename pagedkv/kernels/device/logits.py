@@ -15,7 +15,7 @@ NONE = float32(-math.inf)  # the maximum of no logits
 # The shift (minus the pivot) of a row that has seen no key. Its pivot is below any other: rescaling from it gives 0.
 UNSEEN = float32(3.4028235e38)
 SMALLEST = float32(2.0**-126)  # positive and normal
-# Exponents of scales that pivots follow: float32 holds all weights between these, and float16 values of up to 2**70.
+# Exponents of scales that pivots follow in decode: float32 holds all weights between these, float16 values up to 2**70.
 LEAST_EXPONENT, MOST_EXPONENT = int32(-24), int32(64)
 
 

@@ -350,13 +350,16 @@ permute = declare(
 )
 
 
-subtract_halves = declare(
-    "subtract_halves",
-    "The difference of two words of float16 halves, rounded (sub.f16x2).",
-    uint32,
-    [uint32, uint32],
-    lambda builder, x, y: emit_asm(builder, I32, "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y]),
-)
+def _of_halves(name: str, result: str, instruction: str) -> Any:
+    def emit(builder: Any, x: Any, y: Any) -> Any:
+        return emit_asm(builder, I32, f"{instruction}.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y])
+
+    doc = f"The {result} of two words of float16 halves, rounded ({instruction}.f16x2)."
+    return declare(name, doc, uint32, [uint32, uint32], emit)
+
+
+subtract_halves = _of_halves("subtract_halves", "difference", "sub")
+multiply_halves = _of_halves("multiply_halves", "product", "mul")
 
 
 def _pack(kind: str) -> Any:

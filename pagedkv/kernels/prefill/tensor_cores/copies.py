@@ -18,21 +18,25 @@ from typing import Any
 from ...device.cache_rows import make_address_at, make_row_offset, place_of_scale
 from ...device.conversions import unpack
 from ...device.halves import SIGNS, make_halves
-from ...device.intrinsics.thread import divmod_32, for_each, load_4
+from ...device.intrinsics.thread import bits_float, divmod_32, float_bits, for_each, load_4
 from ...device.intrinsics.warp import (
     copy_4,
     copy_8,
     copy_vector,
     end_group,
     load_shared_pair,
+    load_shared_word,
     load_shared_words,
+    multiply_halves,
     pack_bfloat16,
+    pack_float16,
     shuffle_among,
+    store_shared_word,
     store_shared_words,
     wait_but,
 )
-from ...device.language import int64, uint32
-from ...device.source import device_function
+from ...device.language import float32, int64, uint32
+from ...device.source import Steps, device_function
 from ..config import TensorConfig
 from .tile import CHUNK, CHUNK_DIMS, TileShape
 
@@ -170,28 +174,46 @@ def make_find_row(config: TensorConfig, shape: TileShape) -> Any:
     return find_row
 
 
-def make_copy_scales(config: TensorConfig, shape: TileShape) -> tuple[Any, Any]:
-    """The device functions ``place_of_scales(lane, warp)`` and ``copy_scales(where, pages, block, position, piece)``.
+LEAST_POWER, MOST_POWER = (127 - 24) << 23, (127 + 8) << 23  # bits of powers that codes keep all bits with in float16
 
-    The second starts to copy the scales of the row that the lane has found by `find_row`; of the lanes that have found
-    it, the one with the lowest piece does. The first is what to add to the beginning of a tile's scales for `where`.
+
+@device_function
+def power_of_scale(bits):
+    """The power of two of a scale with these bits, between 2**-24 and 2**8."""
+    return bits_float(min(max(uint32(bits & uint32(0x7F800000)), uint32(LEAST_POWER)), uint32(MOST_POWER)))
+
+
+def make_row_scales(config: TensorConfig, shape: TileShape) -> Steps:
+    """``place(lane, warp)``, ``copy(where, pages, block, position, piece)`` and ``store_factor(where, piece)``.
+
+    They are of the row that the lane has found by `find_row`; of the lanes that have found it, the one with the lowest
+    piece acts. `place` is what to add to the beginning of an array of scales for `where`. `copy` starts to copy the
+    scales of the row. `store_factor` stores what the scale of its value has beside a power of two, the factor of P;
+    factors is the place for it.
     """
     AT_ONCE, BLOCK_ROWS, ROWS, KEYS = shape.warp_rows_at_once, shape.rows_at_once, shape.rows_of_thread, shape.keys
     row_and_piece = make_row_and_piece(shape)
 
     @device_function
-    def place_of_scales(lane, warp):
+    def place(lane, warp):
         row, _ = row_and_piece(lane)
         row = uint32(row + uint32(uint32(lane % uint32(ROWS)) * BLOCK_ROWS))
         return uint32(uint32(uint32(warp * AT_ONCE) + row) << 2)
 
     @device_function
-    def copy_scales(where, pages, block, position, piece):
+    def copy(where, pages, block, position, piece):
         is_first = piece < uint32(ROWS)
         copy_4(where, place_of_scale(pages.k_scales, block, position), uint32(4), is_first)
         copy_4(uint32(where + 4 * KEYS), place_of_scale(pages.v_scales, block, position), uint32(4), is_first)
 
-    return place_of_scales, copy_scales
+    @device_function
+    def store_factor(where, factors, piece):
+        if piece < uint32(ROWS):
+            bits = load_shared_word(uint32(where + 4 * KEYS))
+            inverse = bits_float(uint32(uint32(0x7F000000) - float_bits(power_of_scale(bits))))
+            store_shared_word(factors, float_bits(float32(bits_float(bits) * inverse)))
+
+    return Steps(place, copy, store_factor)
 
 
 def make_copy_row(config: TensorConfig, shape: TileShape) -> Any:
@@ -243,39 +265,51 @@ def make_copy_rows(config: TensorConfig, shape: TileShape) -> Any:
     return copy_rows
 
 
-def make_convert_rows(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``convert_rows(codes, place, has_chunk)``: a thread's chunks of an fp8 tile to operands."""
+def make_convert_rows(config: TensorConfig, shape: TileShape, *, is_scaled: bool = False) -> Any:
+    """The device function ``convert_rows(codes, place, has_chunk, scales)``: a thread's chunks of a tile to operands.
+
+    With `is_scaled` each row is multiplied by the power of two of its scale, which is exact; `scales` is where that of
+    the thread's first row is.
+    """
     ROWS, chunk_place = shape.rows_of_thread, make_chunk_place(shape, shape.rows_at_once)
     IS_FLOAT16, IN_PAIRS, CODES = config.q_kind == "float16", shape.in_pairs, shape.copiers * shape.piece_dims
     lower, upper = make_halves(config.kv_kind, config.hardware_fp8)
-    widen = unpack(config.kv_kind, config.hardware_fp8)
+    widen, IS_SCALED, SCALE_BYTES = unpack(config.kv_kind, config.hardware_fp8), is_scaled, 4 * shape.rows_at_once
 
     @device_function
-    def operands(word):
+    def operands(word, power):
         if IS_FLOAT16:
+            if IS_SCALED:
+                both = pack_float16(power, power)
+                return multiply_halves(lower(word), both), multiply_halves(upper(word), both)
             return lower(word), upper(word)
         a, b, c, d = widen(word)
+        if IS_SCALED:
+            a, b, c, d = float32(a * power), float32(b * power), float32(c * power), float32(d * power)
         return pack_bfloat16(a, b), pack_bfloat16(c, d)
 
     @device_function
-    def store_chunk(where, first, second):
-        a, b = operands(first)
-        c, d = operands(second)
+    def store_chunk(where, first, second, power):
+        a, b = operands(first, power)
+        c, d = operands(second, power)
         store_shared_words(where, a, b, c, d)
 
     @device_function
-    def convert_row(i, codes, place):
+    def convert_row(i, codes, place, scales):
+        power = float32(1)
+        if IS_SCALED:
+            power = power_of_scale(load_shared_word(uint32(scales + SCALE_BYTES * i)))
         if IN_PAIRS:
             words = load_shared_words(uint32(codes + CODES * i))
-            store_chunk(chunk_place(place, i), words[0], words[1])
-            store_chunk(chunk_place(uint32(place ^ CHUNK), i), words[2], words[3])
+            store_chunk(chunk_place(place, i), words[0], words[1], power)
+            store_chunk(chunk_place(uint32(place ^ CHUNK), i), words[2], words[3], power)
         else:
             word = load_shared_pair(uint32(codes + CODES * i))
-            store_chunk(chunk_place(place, i), word[0], word[1])
+            store_chunk(chunk_place(place, i), word[0], word[1], power)
 
     @device_function
-    def convert_rows(codes, place, has_chunk):
+    def convert_rows(codes, place, has_chunk, scales):
         if has_chunk:
-            for_each(convert_row, ROWS, (codes, place))
+            for_each(convert_row, ROWS, (codes, place, scales))
 
     return convert_rows

@@ -15,9 +15,9 @@ from .copies import (
     make_clear_gaps,
     make_convert_rows,
     make_copy_rows,
-    make_copy_scales,
     make_find_row,
     make_row_and_piece,
+    make_row_scales,
 )
 from .products import make_fragment_offsets, make_multiply_keys, make_multiply_values
 from .softmax import make_hide_unseen, make_logits, make_softmax
@@ -47,11 +47,8 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
     begin_values, multiply_values = make_multiply_values(config, shape)
     logits, softmax = make_logits(config, shape), make_softmax(config, shape)
     hide_unseen = make_hide_unseen(config, shape)
-    BY_ROW, SCALES, (place_of_scales, copy_scales) = (
-        config.by_row,
-        shape.scales_start,
-        make_copy_scales(config, shape),
-    )
+    BY_ROW, SCALES, FACTORS, row_scales = config.by_row, shape.scales_start, 16 * KEYS, make_row_scales(config, shape)
+    convert_values, V_SCALES = make_convert_rows(config, shape, is_scaled=BY_ROW), 4 * KEYS
     wait_all = wait_but(0)
 
     @device_function
@@ -80,8 +77,8 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
         block, position = find_row(pages, first, lane, warp)
         scales, mine = uint32(shared + SCALES), uint32(0)  # tiles of KEYS take turns in two places
         if BY_ROW:
-            mine = uint32(scales + place_of_scales(lane, warp))
-            copy_scales(uint32(mine + uint32(uint32(first & KEYS) << 3)), pages, block, position, chunk)
+            mine = row_scales.place(lane, warp)
+            row_scales.copy(uint32(scales + mine + uint32(uint32(first & KEYS) << 3)), pages, block, position, chunk)
         copy_rows(k_codes if IS_CODED else k_place, keys, block, position, has_chunk)
         if IS_CODED or STAGES == 2:
             copy_rows(v_codes if IS_CODED else v_place, values, block, position, has_chunk)
@@ -98,14 +95,17 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
             cuda.syncthreads()
             is_followed = uint32(first + KEYS) <= span.last
             if IS_CODED:
-                convert_rows(k_codes, k_place, has_chunk)
-                convert_rows(v_codes, v_place, has_chunk)
+                now = uint32(scales + uint32(uint32(first & KEYS) << 3))
+                convert_rows(k_codes, k_place, has_chunk, uint32(0))
+                convert_values(v_codes, v_place, has_chunk, uint32(uint32(now + V_SCALES) + uint32(row << 2)))
+                if BY_ROW:
+                    row_scales.store_factor(uint32(now + mine), uint32(uint32(scales + FACTORS) + mine), chunk)
                 if is_followed:
                     copy_rows(k_codes, keys, block, position, has_chunk)
                     copy_rows(v_codes, values, block, position, has_chunk)
                     if BY_ROW:
-                        place = uint32(mine + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
-                        copy_scales(place, pages, block, position, chunk)
+                        later = uint32(scales + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
+                        row_scales.copy(uint32(later + mine), pages, block, position, chunk)
                 end_group()
                 block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
                 cuda.syncthreads()
@@ -132,10 +132,9 @@ def make_attend_tiles(config: TensorConfig, shape: TileShape) -> Any:
             key = uint32(first + uint32(t << 1))
             of_tile = uint32(uint32(scales + uint32(uint32(first & KEYS) << 3)) + uint32(t << 3))
             logits(registers, options, key, of_tile)
-            is_masked = uint32(first - span.unmasked) >= span.num_unmasked
-            if is_masked:
+            if uint32(first - span.unmasked) >= span.num_unmasked:
                 hide_unseen(registers, visible, shared, key, warp, g)
-            softmax(registers, largest_exponent, unit, of_tile, is_masked)
+            softmax(registers, largest_exponent, unit, uint32(uint32(scales + FACTORS) + uint32(t << 3)))
             multiply_values(registers, offsets, uint32(v_tile + stage))
             first = uint32(first + KEYS)
             if STAGES == 2:

@@ -5,8 +5,7 @@ sum of its own exponentials. A pivot moves only if a logit of its row exceeds it
 lane asks another one for a maximum, and nothing is rescaled. The bits of a row depend on that row alone: the vote of
 the warp only decides whether it rescales, and other rows are multiplied by 1.
 
-With scales of rows, a pivot is higher by the exponent of the largest scale of the values that its row sees in the tile,
-so that a weight times a scale is as large as P is elsewhere.
+With scales of rows, P has as a factor what a value's scale has beside a power of two, 1 to 2 (copies.py).
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 from ...device.intrinsics.thread import exp2, for_each, larger, local_array, multiply_and_add
 from ...device.intrinsics.warp import any_lane, load_shared_2, pack_of
 from ...device.language import float32, int32, int64, uint32
-from ...device.logits import LOG2E, NONE, UNSEEN, cap, exponent_of_scale, make_modify
+from ...device.logits import LOG2E, NONE, UNSEEN, cap, make_modify
 from ...device.reductions import largest_of_quad
-from ...device.source import Steps, device_function
+from ...device.source import device_function
 from ...device.visible import first_key, last_key
 from ..config import TensorConfig
 from ..items import make_item_store
@@ -30,7 +29,8 @@ SLACK = 8  # powers of two by which a logit may exceed its pivot
 
 def bias(config: TensorConfig) -> int:
     """The exponent of P at the pivot: in float16 as large as SLACK allows, so that less of P underflows."""
-    return 15 - SLACK if config.q_kind == "float16" else 0
+    most = 14 if config.by_row else 15  # P times less than 2
+    return most - SLACK if config.q_kind == "float16" else 0
 
 
 def top(config: TensorConfig) -> Any:
@@ -129,13 +129,7 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
     """
     OF_ROWS, KEY_TILES, DIM_TILES = 2 * shape.row_tiles, 2 * shape.key_pairs, 2 * shape.k_steps
     SCORE_PAIRS, SUM_PAIRS = OF_ROWS * KEY_TILES, OF_ROWS * DIM_TILES
-    BIAS, TOP, BY_ROW = float32(bias(config)), top(config), config.by_row
-
-    @device_function
-    def exponent_of(i, largest, registers, unit):
-        """The exponent of the largest product of a weight and a scale that a row may have."""
-        x = multiply_and_add(largest, unit, registers.shifts[i])
-        return float32(x + registers.exponents[i]) if BY_ROW else x
+    BIAS, TOP = float32(bias(config)), top(config)
 
     @device_function
     def raise_maximum(x, s, maxima):
@@ -145,22 +139,21 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
         maxima[i] = y if n == 0 else larger(maxima[i], y)
 
     @device_function
-    def raise_largest(i, largest_exponent, registers, unit):
-        y = exponent_of(i, registers.maxima[i], registers, unit)
+    def raise_largest(i, largest_exponent, maxima, shifts, unit):
+        y = multiply_and_add(maxima[i], unit, shifts[i])
         largest_exponent[0] = y if i == 0 else larger(largest_exponent[0], y)
 
     @device_function
     def find_largest_exponent(registers, largest_exponent, unit):
         for_each(raise_maximum, SCORE_PAIRS, (registers.s, registers.maxima))
-        for_each(raise_largest, OF_ROWS, (largest_exponent, registers, unit))
+        for_each(raise_largest, OF_ROWS, (largest_exponent, registers.maxima, registers.shifts, unit))
 
     @device_function
     def move_pivot(i, registers, unit):
         largest = largest_of_quad(registers.maxima[i])
         old = registers.shifts[i]
-        is_above = exponent_of(i, largest, registers, unit) > TOP
-        lower = float32(BIAS - registers.exponents[i]) if BY_ROW else BIAS
-        new = multiply_and_add(float32(-largest), unit, lower) if is_above else old
+        is_above = multiply_and_add(largest, unit, old) > TOP
+        new = multiply_and_add(float32(-largest), unit, BIAS) if is_above else old
         registers.factors[i] = exp2(float32(new - old))
         registers.sums[i] = float32(registers.sums[i] * registers.factors[i])
         registers.shifts[i] = new
@@ -183,31 +176,31 @@ def make_pivots(config: TensorConfig, shape: TileShape) -> tuple[Any, Any, Any]:
 
 
 def make_weigh(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``weigh(registers, unit, scales)``: S becomes P, added to sums before it is rounded.
+    """The device function ``weigh(registers, unit, factors)``: S becomes P, added to sums before it is rounded.
 
-    With scales of rows, P has those of values as a factor that sums do not have.
+    With scales of rows, P has the significands of those of values as a factor that sums do not have.
     """
-    BY_ROW, V_SCALES = config.by_row, 4 * shape.keys
+    BY_ROW = config.by_row
     KEY_TILES, P_OF_TILE = 2 * shape.key_pairs, 4 * shape.key_pairs
     SCORE_PAIRS = 2 * shape.row_tiles * KEY_TILES
     pack = pack_of(config.q_kind)
 
     @device_function
-    def weigh_pair(x, s, p, sums, shifts, unit, scales):
+    def weigh_pair(x, s, p, sums, shifts, unit, factors):
         m, n, h = x // (2 * KEY_TILES), x // 2 % KEY_TILES, x % 2
         at, i = 4 * (m * KEY_TILES + n) + 2 * h, 2 * m + h
         first = exp2(multiply_and_add(s[at], unit, shifts[i]))
         second = exp2(multiply_and_add(s[at + 1], unit, shifts[i]))
         sums[i] = float32(sums[i] + float32(first + second))
         if BY_ROW:
-            a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
+            a, b = load_shared_2(uint32(factors + 32 * n))
             first = float32(first * a) if s[at] != NONE else float32(0)
             second = float32(second * b) if s[at + 1] != NONE else float32(0)
         p[m * P_OF_TILE + 4 * (n // 2) + 2 * (n % 2) + h] = pack(first, second)
 
     @device_function
-    def weigh(registers, unit, scales):
-        for_each(weigh_pair, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit, scales))
+    def weigh(registers, unit, factors):
+        for_each(weigh_pair, SCORE_PAIRS, (registers.s, registers.p, registers.sums, registers.shifts, unit, factors))
 
     return weigh
 
@@ -229,62 +222,17 @@ def make_update_pivots(config: TensorConfig, shape: TileShape) -> Any:
     return update_pivots
 
 
-def make_find_exponents(shape: TileShape) -> Steps:
-    """The device functions ``of_row(i, registers, scales)`` and ``of_all(registers, scales)``: see `TileRegisters`."""
-    KEY_TILES, V_SCALES, OF_ROWS = 2 * shape.key_pairs, 4 * shape.keys, 2 * shape.row_tiles
-
-    @device_function
-    def raise_seen(n, i, largest, s, scales):
-        a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
-        at = i // 2 * 4 * KEY_TILES + 4 * n + 2 * (i % 2)
-        largest[0] = larger(largest[0], abs(a)) if s[at] != NONE else largest[0]
-        largest[0] = larger(largest[0], abs(b)) if s[at + 1] != NONE else largest[0]
-
-    @device_function
-    def of_row(i, registers, scales):
-        largest = local_array(1, float32)
-        largest[0] = float32(0)
-        for_each(raise_seen, KEY_TILES, (i, largest, registers.s, scales))
-        registers.exponents[i] = exponent_of_scale(largest_of_quad(largest[0]))
-
-    @device_function
-    def raise_any(n, largest, scales):
-        a, b = load_shared_2(uint32(scales + (V_SCALES + 32 * n)))
-        largest[0] = larger(largest[0], larger(abs(a), abs(b)))
-
-    @device_function
-    def put(i, exponents, exponent):
-        exponents[i] = exponent
-
-    @device_function
-    def of_all(registers, scales):
-        largest = local_array(1, float32)
-        largest[0] = float32(0)
-        for_each(raise_any, KEY_TILES, (largest, scales))
-        for_each(put, OF_ROWS, (registers.exponents, exponent_of_scale(largest_of_quad(largest[0]))))
-
-    return Steps(of_row, of_all)
-
-
 def make_softmax(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``softmax(registers, largest_exponent, unit, scales, is_masked)``.
+    """The device function ``softmax(registers, largest_exponent, unit, factors)``: S becomes P, pivots are updated.
 
-    S becomes P, and pivots are updated. `scales` is as for `make_logits`; is_masked says whether some row does not see
-    all keys of the tile. Scales of values that a row does not see must not move its pivot: another chunk has others.
+    `factors` is where the lane's first factor of P is, if rows have scales.
     """
-    BY_ROW, MODIFIED, OF_ROWS = config.by_row, config.modified, 2 * shape.row_tiles
     update_pivots, weigh = make_update_pivots(config, shape), make_weigh(config, shape)
-    find_exponents = make_find_exponents(shape)
 
     @device_function
-    def softmax(registers, largest_exponent, unit, scales, is_masked):
-        if BY_ROW:
-            if MODIFIED or is_masked:
-                for_each(find_exponents.of_row, OF_ROWS, (registers, scales))
-            else:
-                find_exponents.of_all(registers, scales)
+    def softmax(registers, largest_exponent, unit, factors):
         update_pivots(registers, largest_exponent, unit)
-        weigh(registers, unit, scales)
+        weigh(registers, unit, factors)
 
     return softmax
 
@@ -310,20 +258,20 @@ def make_softmax_by_sums(config: TensorConfig, shape: TileShape) -> Any:
         has_grown[0] = has_grown[0] | uint32(sums[i] >= float32(before[i] + MOST))
 
     @device_function
-    def softmax(registers, largest_exponent, unit, scales, is_masked):
+    def softmax(registers, largest_exponent, unit, factors):
         before, has_grown = local_array(OF_ROWS, float32), local_array(1, uint32)
         is_updated = any_lane(largest_exponent[0] > TOP)
         if is_updated:
             update_pivots(registers, largest_exponent, unit)
         has_grown[0] = uint32(0)
         for_each(copy_sum, OF_ROWS, (before, registers.sums))
-        weigh(registers, unit, scales)
+        weigh(registers, unit, factors)
         for_each(watch_sum, OF_ROWS, (has_grown, registers.sums, before))
         if any_lane(has_grown[0] != 0):
             if not is_updated:
                 for_each(copy_sum, OF_ROWS, (registers.sums, before))
                 update_pivots(registers, largest_exponent, unit)
-                weigh(registers, unit, scales)
+                weigh(registers, unit, factors)
             largest_exponent[0] = UNSEEN
 
     return softmax

@@ -130,12 +130,15 @@ class TileShape:
 
     @property
     def scales_start(self) -> int:
-        """Where the scales of rows are, those of even tiles and then of odd ones: of keys, then of values."""
+        """Where the scales of rows are, those of even tiles and then of odd ones: of keys, then of values.
+
+        Behind them are the factors of P of the tile that is used.
+        """
         return self.codes_start + 2 * self.codes_bytes
 
     @property
     def scales_bytes(self) -> int:
-        return 16 * self.keys if self.config.by_row else 0
+        return 20 * self.keys if self.config.by_row else 0
 
     @property
     def item_start(self) -> int:

@@ -147,16 +147,19 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
             k_offset = lanes.share(keys, lookup.row_offset(k, block, position))
             values = uint32(both_values - values)  # the other slot: this step still reads from this one
             next_v = lanes.share(values, lookup.row_offset(v, block, position))
-            of_next = lookup.scales_of(pages, block, position)
-            block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
+            if not BY_ROW:
+                block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             if CHUNKS == 1:
                 caches.load_keys(int64(0), registers.words, int64(0), rows.k, k_offset, token, t)
             take_scales(registers, others, scales[0], t)
             softmax.logits(registers, options, uint32(base + (t << 2)))
             take_scales(registers, others, scales[1], t)
             softmax.update(registers, others, g, t)
+            if BY_ROW:  # not before these scales have been used: two more would take a thread block
+                scales = lookup.scales_of(pages, block, position)
+                block, position = lookup.find_token(pages, uint32(base + mine + 2 * TURN))
             use_values(registers, rows, k_offset, v_offset, next_v, ALL, False)
-            base, v_offset, scales = uint32(base + TURN), next_v, of_next
+            base, v_offset = uint32(base + TURN), next_v
         clear(registers.raw, NUM_RAW)
         use_keys(registers, q_shared, rows, k_offset, v_offset)
         valid = softmax.valid_tokens(base, last)

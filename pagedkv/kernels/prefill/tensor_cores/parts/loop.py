@@ -15,7 +15,7 @@ from ....device.language import cuda, float32, int64, uint32
 from ....device.logits import UNSEEN
 from ....device.source import device_function
 from ...config import TensorConfig
-from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_copy_scales, make_find_row
+from ..copies import make_begin_query, make_clear_gaps, make_convert_rows, make_find_row, make_row_scales
 from ..products import make_fragment_offsets, make_multiply_keys, make_multiply_values
 from ..softmax import make_hide_unseen, make_logits, make_softmax, make_softmax_by_sums
 from ..tile import CHUNK_DIMS
@@ -43,7 +43,8 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
     logits, hide_unseen = make_logits(config, shape), make_hide_unseen(config, shape)
     softmax = (make_softmax_by_sums if shape.watches_sums else make_softmax)(config, shape)
     BY_ROW, SCALES, SCALES_BYTES = config.by_row, shape.scales_start, shape.scales_bytes
-    place_of_scales, copy_scales = make_copy_scales(config, shape)
+    V_SCALES, FACTORS, row_scales = 4 * KEYS, 16 * KEYS, make_row_scales(config, shape)
+    convert_values = make_convert_rows(config, shape, is_scaled=BY_ROW)
     wait_one, wait_two = wait_but(1), wait_but(2)
 
     @device_function
@@ -60,11 +61,20 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
 
     @device_function
     def copy_scales_of_piece(i, where, pages, blocks, positions):
-        copy_scales(uint32(where + 4 * PIECE * i), pages, blocks[i], positions[i], uint32(0))
+        row_scales.copy(uint32(where + 4 * PIECE * i), pages, blocks[i], positions[i], uint32(0))
+
+    @device_function
+    def store_factors_of_piece(i, where, factors):
+        row_scales.store_factor(uint32(where + 4 * PIECE * i), uint32(factors + 4 * PIECE * i), uint32(0))
+
+    @device_function
+    def convert_values_of_piece(i, codes, place, has_chunk, of_values):
+        place = uint32(place + PIECE_BYTES * i)
+        convert_values(uint32(codes + CODES_OF_PIECE * i), place, has_chunk, uint32(of_values + 4 * PIECE * i))
 
     @device_function
     def convert_piece(i, codes, place, has_chunk):
-        convert_rows(uint32(codes + CODES_OF_PIECE * i), uint32(place + PIECE_BYTES * i), has_chunk)
+        convert_rows(uint32(codes + CODES_OF_PIECE * i), uint32(place + PIECE_BYTES * i), has_chunk, uint32(0))
 
     @device_function
     def attend_part(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
@@ -95,12 +105,12 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
             for_each(rows.share, PIECES, (slots, keys, blocks, positions, lane))
             sync_lanes(warp)
         scales = uint32(uint32(shared + SCALES) + uint32(warp * SCALES_BYTES))  # tiles of KEYS take turns in two places
-        found = uint32(scales + place_of_scales(lane, uint32(0))) if BY_ROW else uint32(0)
+        found = row_scales.place(lane, uint32(0)) if BY_ROW else uint32(0)
         if first <= span.last:
             for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
             if BY_ROW:
-                place = uint32(found + uint32(uint32(first & KEYS) << 3))
-                for_each(copy_scales_of_piece, PIECES, (place, pages, blocks, positions))
+                where = uint32(uint32(scales + found) + uint32(uint32(first & KEYS) << 3))
+                for_each(copy_scales_of_piece, PIECES, (where, pages, blocks, positions))
         end_group()
         if THROUGH_SHARED:
             sync_lanes(warp)
@@ -119,8 +129,12 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
         while any_lane(first <= span.last):
             is_followed = any_lane(uint32(first + KEYS) <= span.last)
             wait_one()
+            now = uint32(scales + uint32(uint32(first & KEYS) << 3))
             if IS_CODED:
                 for_each(convert_piece, PIECES, (k_codes, k_place, has_chunk))
+            if BY_ROW:
+                factors = uint32(uint32(scales + FACTORS) + found)
+                for_each(store_factors_of_piece, PIECES, (uint32(now + found), factors))
             sync_lanes(warp)
             multiply_keys(registers, offsets, shared, k_tile)
             if THROUGH_SHARED:
@@ -130,21 +144,20 @@ def make_attend_part(config: TensorConfig, shape: PartShape) -> Any:
             if is_followed:
                 for_each(rows.copy, PIECES, (k_copies, slots, keys, blocks, positions, row, has_chunk))
                 if BY_ROW:
-                    place = uint32(found + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
-                    for_each(copy_scales_of_piece, PIECES, (place, pages, blocks, positions))
+                    where = uint32(uint32(scales + found) + uint32(uint32(uint32(first + KEYS) & KEYS) << 3))
+                    for_each(copy_scales_of_piece, PIECES, (where, pages, blocks, positions))
             end_group()
             mine = uint32(first + uint32(t << 1))
-            of_tile = uint32(uint32(scales + uint32(uint32(first & KEYS) << 3)) + uint32(t << 3))
-            logits(registers, options, mine, of_tile)
-            is_masked = uint32(first - span.unmasked) >= span.num_unmasked
-            if is_masked:
+            logits(registers, options, mine, uint32(now + uint32(t << 3)))
+            if uint32(first - span.unmasked) >= span.num_unmasked:
                 hide_unseen(registers, visible, shared, mine, uint32(0), g)
-            softmax(registers, largest_exponent, unit, of_tile, is_masked)
+            softmax(registers, largest_exponent, unit, uint32(uint32(scales + FACTORS) + uint32(t << 3)))
             wait_one()
             if IS_CODED and THROUGH_SHARED:
                 sync_lanes(warp)  # V takes the place of the slots
             if IS_CODED:
-                for_each(convert_piece, PIECES, (v_codes, v_place, has_chunk))
+                of_values = uint32(uint32(now + V_SCALES) + uint32(row << 2))
+                for_each(convert_values_of_piece, PIECES, (v_codes, v_place, has_chunk, of_values))
             sync_lanes(warp)
             begin_values(registers, offsets, v_tile)
             multiply_values(registers, offsets, v_tile)
