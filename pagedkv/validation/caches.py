@@ -187,11 +187,13 @@ def copy_call(
     layers = [named for name, x in of_layers for named in _flatten(name, x)]
     placement, (*caches, pairs) = place(backend, [*layers, ("pairs", pairs)])
     names = [name for name, _ in layers]
-    num_blocks = _num_blocks(names, caches, [name.startswith(require.SCALES_OF_ROWS) for name in names])
+    are_scales = [name.startswith(require.SCALES_OF_ROWS) for name in names]
+    num_blocks = _num_blocks(names, caches, are_scales)
     require.shape("pairs", pairs, "(num_pairs, 2)", (*pairs.shape[:1], 2))
-    for name, cache in zip(names, caches, strict=True):
-        _require_stored(name, cache)
-    _require_scales_of(caches[0], dict(of_layers))
+    for name, cache, is_scales in zip(names, caches, are_scales, strict=True):
+        if not is_scales:
+            _require_stored(name, cache)
+    _require_scales(dict(zip(names, caches, strict=True)))
     require.dtype("pairs", pairs, _INT64)
     for name, cache in zip(names, caches, strict=True):
         _require_memory(name, cache, placement)
@@ -293,14 +295,23 @@ def _holds_scales(x: Array) -> bool:
     return x.ndim == 3 and x.dtype == FLOAT32
 
 
-def _require_scales_of(cache: Array, given: Mapping[str, Any]) -> None:
-    """Raise ValueError unless copies of blocks come with the scales of rows just where rows have them."""
-    has_scales = cache.dtype in _WITH_SCALES
-    for name in require.SCALES_OF_ROWS:
-        if has_scales and name not in given:
-            raise ValueError(cache_pair.missing_scales(name, _WITH_SCALES[cache.dtype], "(num_blocks, ...)"))
-        if not has_scales and name in given:
-            raise ValueError(f"{name} holds the scales of int8 rows, got caches of dtype {cache.dtype}")
+def _require_scales(views: Mapping[str, Array]) -> None:
+    """Raise unless each cache to copy has scales for all of its rows just where its rows have them."""
+    for name, cache in views.items():
+        part, layer = name[: len("k_cache")], name[len("k_cache") :]
+        if part not in CACHES[:2]:
+            continue
+        scales = f"{part[0]}_scales{layer}"
+        if cache.dtype not in _WITH_SCALES:
+            if scales in views:
+                raise ValueError(f"{scales} holds the scales of int8 rows, got caches of dtype {cache.dtype}")
+            continue
+        if scales not in views:
+            raise ValueError(cache_pair.missing_scales(scales, _WITH_SCALES[cache.dtype], "(num_blocks, ...)"))
+        k_shape = views[f"k_cache{layer}"].shape
+        shape = (*k_shape[:2], k_shape[3 if len(k_shape) == 5 else 2])  # a block of K has 5 axes in layout vllm
+        require.shape(scales, views[scales], f"of the rows of k_cache{layer}", shape)
+        require.dtype(scales, views[scales], FLOAT32)
 
 
 def _require_memory(name: str, cache: Array, placement: Placement) -> None:

@@ -306,6 +306,17 @@ SCALES_COPIED = [
         ValueError,
         "v_scales must have shape (num_blocks, ...) with 3 axes, got (8, 2)",
     ),
+    (
+        BLOCKS | {"k_scales": OF_ROWS[:, :1]},
+        ValueError,
+        "k_scales must have shape of the rows of k_cache = (8, 4, 2), got (8, 1, 2)",
+    ),
+    (
+        BLOCKS | {"v_scales": OF_ROWS.astype(np.float16)},
+        TypeError,
+        "v_scales must have dtype float32, got float16",
+    ),
+    ({"v_cache": int8()["v_cache"]}, ValueError, f"v_scales {MISSING} (num_blocks, ...)"),
     (BLOCKS | SHARED, ValueError, "k_scales must not overlap v_scales"),
     (
         BLOCKS | {"k_scales": [OF_ROWS]},
