@@ -107,7 +107,7 @@ def test_split_keys_leave_room_in_registers(head_dim, capability, fields):
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_shared_memory_is_enough_for_every_gpu_where_keys_are_split(head_dim):
-    kinds = [("float16", "float16"), ("bfloat16", "fp8_e5m2")]
+    kinds = [("float16", "float16"), ("bfloat16", "fp8_e5m2"), ("float16", "int8")]
     for kib, modified, (q_kind, kv_kind) in product((100, 164, 228), (False, True), kinds):
         for architecture, wide in product((8, 9), (False, True)):
             fields = {"modified": modified, "shared_kib": kib, "architecture": architecture, "wide": wide}
@@ -126,7 +126,7 @@ def test_shared_memory_is_enough_for_every_gpu(head_dim):
     for kib, modified, (q_kind, kv_kind) in product((100, 164, 228), (False, True), kinds):
         config = TensorConfig(head_dim, 4, 16, q_kind, kv_kind, modified=modified, shared_kib=kib)
         shape = TileShape(config)
-        blocks = 1 if head_dim > 128 or (kib == 100 and head_dim > 64 and config.is_fp8) else 2
+        blocks = 1 if head_dim > 128 or (kib == 100 and head_dim > 64 and config.is_coded) else 2
         room = kib * 1024 // blocks - SYSTEM_BYTES
         assert shape.nbytes <= room
         assert shape.rows_at_once * shape.rows_of_thread == shape.keys

@@ -32,6 +32,7 @@ def test_the_usual_kernels_differ_in_their_stages_and_tiles():
         "options": (1, 32, 2, True),
         "one stage": (1, 64, 1, False),
         "fp8": (2, 64, 1, False),
+        "int8": (2, 64, 1, False),
     }
 
 
