@@ -138,7 +138,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add("--max-batch", type=number(int, 1), default=16, metavar="N", help="texts generated at a time")
     add("--num-blocks", type=number(int, 1), default=256, metavar="N", help="blocks in the pool")
     add("--block-size", type=number(int, 1), default=16, metavar="N", help="tokens in a block")
-    kv_dtypes = ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+    kv_dtypes = ["float32", "float16", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"]
     add("--kv-dtype", choices=kv_dtypes, default="float32", help="what the cache stores")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU, by CuPy with cuBLAS (cupy-cuda13x[ctk])")
     add("--backend", choices=["auto", "emulator"], default="auto", help="emulator: the CUDA kernels, without a GPU")
@@ -207,7 +207,7 @@ def check(engine: Engine, tokenizer: Tokenizer, dtype: str) -> bool:
 
 
 def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int]]) -> Engine:
-    fp8 = args.kv_dtype if args.kv_dtype.startswith("fp8") else None
+    coded = args.kv_dtype if args.kv_dtype.endswith(("int8", "e4m3", "e5m2")) else None
     array_module = "cupy" if args.device == "cuda" else "numpy"
     cache = pagedkv.PagedKVCache(
         model.num_layers,
@@ -215,8 +215,8 @@ def prepare(args: argparse.Namespace, model: Transformer, prompts: list[list[int
         args.block_size,
         model.num_kv_heads,
         model.head_dim,
-        dtype="float32" if fp8 else args.kv_dtype,
-        kv_dtype=fp8,
+        dtype="float32" if coded else args.kv_dtype,
+        kv_dtype=coded,
         max_seqs=args.max_batch,
         max_seq_len=model.context,
         array_module=array_module,

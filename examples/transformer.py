@@ -161,14 +161,15 @@ class DenseAttention:
     max_len : int
         The tokens to reserve room for.
     dtype : str
-        The type of stored keys and values, as in the paged cache: float32, float16, bfloat16 or an fp8 format.
+        The type of stored keys and values, as in the paged cache: float32, float16, bfloat16, int8 or an fp8 format.
     """
 
     def __init__(self, model: Transformer, max_len: int, dtype: str = "float32") -> None:
-        stored = FP8.get(dtype) or getattr(ml_dtypes, dtype, None) or np.dtype(dtype)
+        floats = "float32" if dtype == "int8" else dtype  # which hold what int8 codes and their scales stand for
+        stored = FP8.get(floats) or getattr(ml_dtypes, floats, None) or np.dtype(floats)
         shape = (model.num_layers, max_len, model.num_kv_heads, model.head_dim)
         self.k, self.v = np.zeros(shape, stored), np.zeros(shape, stored)
-        self.largest = float(ml_dtypes.finfo(stored).max)
+        self.is_int8, self.largest = dtype == "int8", float(ml_dtypes.finfo(stored).max)
         self.tables = model.cos, model.sin
         self.positions = np.arange(0)
 
@@ -180,8 +181,7 @@ class DenseAttention:
     def __call__(self, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         q, k = pagedkv.apply_rotary(q, k, *self.tables, self.positions)
         num_kv_heads, end = k.shape[1], self.positions[-1] + 1
-        self.k[layer, self.positions] = k.clip(-self.largest, self.largest).astype(self.k.dtype)
-        self.v[layer, self.positions] = v.clip(-self.largest, self.largest).astype(self.v.dtype)
+        self.k[layer, self.positions], self.v[layer, self.positions] = self.rounded(k), self.rounded(v)
         keys, values = self.k[layer, :end].astype(np.float32), self.v[layer, :end].astype(np.float32)
         # (tokens, heads, head_dim) -> (KV heads, query heads of each, tokens, head_dim)
         grouped = q.reshape(len(q), num_kv_heads, -1, q.shape[2]).transpose(1, 2, 0, 3)
@@ -190,3 +190,10 @@ class DenseAttention:
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         out = weights / weights.sum(axis=-1, keepdims=True) @ values.transpose(1, 0, 2)[:, None]
         return out.transpose(2, 0, 1, 3).reshape(q.shape)
+
+    def rounded(self, x: np.ndarray) -> np.ndarray:
+        """Round rows (tokens, KV heads, head_dim) as the paged cache does."""
+        if not self.is_int8:
+            return x.clip(-self.largest, self.largest).astype(self.k.dtype)
+        scales = abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+        return np.rint(x / np.where(scales > 0, scales, 1)) * scales

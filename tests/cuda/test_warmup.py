@@ -112,11 +112,12 @@ def test_calls_with_options_find_what_they_need(directory, compiled):
 
 
 @pytest.mark.usefixtures("without_compilers")
-def test_the_default_is_the_gpus_of_the_machine(monkeypatch):
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_the_default_is_the_gpus_of_the_machine(monkeypatch, kv_dtype):
     monkeypatch.setattr(driver, "capabilities", lambda: [(9, 0), (9, 0)])
-    names = pagedkv.warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype="fp8_e4m3")
-    assert len(names) == 4
-    assert "kv_kind=fp8_e4m3" in names[0]
+    names = pagedkv.warmup(1, 1, 64, 16, "float16", layout="vllm", kernels=["v1"], kv_dtype=kv_dtype)
+    assert len(names) == 4  # one copies blocks of K, V and scales
+    assert f"kv_kind={kv_dtype}" in names[0]
 
 
 @pytest.mark.parametrize(

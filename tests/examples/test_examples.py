@@ -162,8 +162,9 @@ def test_generate_from_the_command_line(tmp_path: Path) -> None:
     assert first.stdout.partition(" tokens in ")[0] == second.stdout.partition(" tokens in ")[0]
 
 
-def test_an_fp8_cache() -> None:
-    done = run("def main(", "--kv-dtype", "fp8_e4m3", "--max-new-tokens", "12")
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "int8"])
+def test_a_cache_in_8_bits(kv_dtype: str) -> None:
+    done = run("def main(", "--kv-dtype", kv_dtype, "--max-new-tokens", "12")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...layouts import FORMATS, LAYOUTS, VECTOR_BYTES
 from .attention import FLOATS, POISONS
 
-KV_DTYPES = tuple(name for name in FORMATS if name != "int8")  # until attention kernels read int8 rows
+KV_DTYPES = tuple(FORMATS)
 STRIDES = ("own", "halves", "strided")
 # Options that may differ from their default.
 OPTIONS = (
