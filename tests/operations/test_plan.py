@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -156,6 +157,14 @@ def test_options_that_a_plan_does_not_have():
             layers.planned(**{name: None})
     with pytest.raises(ValueError, match=r"^window must be at least 1, got 0$"):
         layers.planned(window=0)
+
+
+def test_layers_share_plans_whatever_plain_options_they_have():
+    """Else a new one works, but every layer validates its call again."""
+    arrays = {*("q", "k_cache", "v_cache", "block_tables", "seq_lens", "query_starts", "leftpad", "mask", "out")}
+    of_the_cache = {*("layout", "kv_dtype", "k_scale", "v_scale", "k_scales", "v_scales", "max_seq_len")}
+    known = {name for _, operation in PLANS.values() for name in signature(operation).parameters}
+    assert known - planning._OPTIONS == arrays | of_the_cache
 
 
 def test_a_plan_of_nothing():
