@@ -10,7 +10,7 @@ from .program import Program
 _TOKEN = re.compile(r"%?[A-Za-z_$][\w$@+]*")
 _NO_DESTINATION = (
     "st red bra brx bar barrier membar fence ret exit trap cp prefetch prefetchu stmatrix nanosleep unsupported "
-    "griddepcontrol setmaxnreg discard applypriority"
+    "griddepcontrol discard applypriority"
 )
 
 

@@ -144,7 +144,6 @@ def _fence(t: BlockTranslator, ins: Instruction) -> None:
     "discard",
     "applypriority",
     "griddepcontrol",
-    "setmaxnreg",
     "pmevent",
     "cluster",
 )

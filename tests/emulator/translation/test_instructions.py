@@ -259,8 +259,6 @@ def test_no_ops_and_special_registers(one):
     )
     np.testing.assert_array_equal(got, 0)
     assert (one("griddepcontrol.wait; mov.u32 %o0, 3;", [U], target="sm_90") == 3).all()
-    (got,) = run_ptx("setmaxnreg.inc.sync.aligned.u32 64; mov.u32 %o0, 3;", [U], ["u4"])  # needs sm_90a, and .maxnreg
-    assert (got == 3).all()
 
 
 def test_predicated_code_and_scoped_registers(one):
@@ -326,6 +324,12 @@ def test_unsupported_instruction_names_line():
     assert (got == 3).all()
     entry = Module(kernel_text("txq.width.b32 %o0, [%rd0];", [], [4])).entry()
     assert [t.split()[0] for t in entry.unsupported_instructions().values()] == ["txq.width.b32"]
+
+
+def test_registers_do_not_change_hands_unchecked():
+    """PTX does not say how many a thread has, so nothing could tell that a thread block takes more than it has."""
+    with pytest.raises(UnsupportedInstructionError, match=r"line \d+: setmaxnreg"):
+        run_ptx("setmaxnreg.inc.sync.aligned.u32 64; mov.u32 %o0, 3;", [U], ["u4"])
 
 
 @pytest.mark.parametrize(
