@@ -19,7 +19,7 @@ from pagedkv.extras import pip_install
 # how each ended and what it wrote.
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
-EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "scipy"}
+EXTRAS = {"cuda", "cupy", "matplotlib", "numba_cuda", "onnx", "onnxruntime", "openvino", "scipy"}
 EXTRAS |= {"hypothesis", "ray", "starlette", "torch", "transformers", "triton", "uvicorn", "vllm"}
 class Hidden:
     def __init__(self, finder):

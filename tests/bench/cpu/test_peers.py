@@ -26,7 +26,9 @@ def test_a_peer_agrees_or_says_why_it_cannot_run(name, cache):
         assert result.notes[name].endswith(why)
 
 
-@pytest.mark.parametrize(("name", "package"), [("onnxruntime", "onnxruntime"), ("SDPA", "torch"), ("vLLM", "vllm")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("onnxruntime", "onnxruntime"), ("OpenVINO", "openvino"), ("SDPA", "torch"), ("vLLM", "vllm")]
+)
 def test_a_peer_that_is_not_installed(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     if package == "vllm":
