@@ -16,7 +16,7 @@ from pagedkv.cuda.backend import KernelBackend
 from pagedkv.emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from pagedkv.kernels.device.sizes import ELEMENT_BITS
 
-from .sass import code_of, copies_of, loads_of, loop_of, moves_between, products_of
+from .sass import code_of, copies_of, loads_of, loop_of, moves_between, overlap_of, products_of
 from .variants import WGMMA, WORK, Variant, Work
 
 COUNTED = EmulatorDevice.capability
@@ -103,6 +103,7 @@ def measure(variant: Variant, capability: Capability) -> Row:
         loop = products_of(code, capability)
         row["other/tile"] = loop and loop.instructions - loop.mma
         row["moves"] = moves_between(code, capability)
+        row["before wgmma"], row["late MUFU"] = overlap_of(code, capability)
     if variant.kernel == "prefill_split":
         loop = products_of(code, capability)
         copied = 32 * ELEMENT_BITS[variant.kv_kind]  # bytes: 8 elements for each lane

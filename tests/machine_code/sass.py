@@ -8,8 +8,8 @@ has its width in the same bits, from 10.0 on one bit higher; a wait for all grou
 bits 38 to 43. A branch has its predicate in bits 12 to 15, another one in bits 87 to 90, and in bit 91 whether it is
 for lanes that have diverged; and in bits 34 to 81 its distance in words of 4 bytes from
 its own end; from 9.0 on, the distance has 8 more low bits, in bits 16 to 23. Registers are in bits 16 to 23 (the
-result), 24 to 31, 32 to 39 and 64 to 71; a wgmma has n / 8 - 1 in bits 53 to 57. After Jia et al., "Dissecting the
-NVIDIA Volta GPU architecture via microbenchmarking", 2018.
+result), 24 to 31, 32 to 39 and 64 to 71; a wgmma has n / 8 - 1 in bits 53 to 57. Bit 47 tells a wait for wgmma from the
+fence before them. After Jia et al., "Dissecting the NVIDIA Volta GPU architecture via microbenchmarking", 2018.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _INSTRUCTION_BYTES = 16
 _LOADS = (0x381, 0x981)  # LDG, without and with a descriptor
 _STRONG = 7
 _COPY, _END_OF_GROUP, _WAIT = 0xFAE, 0x9AF, 0x91A  # LDGSTS, LDGDEPBAR, DEPBAR
-_BARRIER = 0xB1D  # BAR
+_BARRIER, _NAMED_BARRIER = 0xB1D, 0x51D  # BAR, whose number is a constant or in a register
 _BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in bits 24 to 27
 _EXIT = 0x94D
 _WGMMA = (0x9F0, 0xDF0)  # HGMMA, with A in shared memory and in registers
 _MMA, _LOAD_MATRICES = (0x23C, *_WGMMA), 0x83B  # HMMA, LDSM
+_WARPGROUP, _EXPONENTIAL = 0x9C5, 0x308  # WARPGROUP.ARRIVE and .DEPBAR, MUFU
 _MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
@@ -338,6 +339,39 @@ def moves_between(code: bytes, capability: tuple[int, int]) -> int:
     operands = {register for at in products for register in _operands(words[at])}
     between = words[products[0] : products[-1]] if products else []
     return sum(not operands.isdisjoint(_moved(word)) for word in between)
+
+
+class Overlap(NamedTuple):
+    """What a turn of the loop on warpgroups does before its products, and outside of its waits for them.
+
+    Attributes
+    ----------
+    before : int
+        Instructions from the last barrier before the first wgmma to this one.
+    exponentials : int
+        Those that do not stand between the first wait for products and the last one, by their addresses.
+    """
+
+    before: int
+    exponentials: int
+
+
+def overlap_of(code: bytes, capability: tuple[int, int]) -> Overlap:
+    """The Overlap of the loop that `products_of` finds, which has wgmma.
+
+    Parameters
+    ----------
+    code : bytes
+    capability : tuple of int
+        Compute capability.
+    """
+    words = [int.from_bytes(code[i : i + 16], "little") for i in range(0, len(code), _INSTRUCTION_BYTES)]
+    first, last = _densest(words, _targets(words, capability))
+    product = next(at for at in range(first, last) if words[at] & 0xFFF in _WGMMA)
+    barrier = max(at for at in range(first, product) if words[at] & 0xFFF in (_BARRIER, _NAMED_BARRIER))
+    waits = [at for at in range(first, last) if words[at] & 0xFFF == _WARPGROUP and words[at] >> 47 & 1]
+    exponentials = [at for at in range(first, last) if words[at] & 0xFFF == _EXPONENTIAL]
+    return Overlap(product - barrier, sum(not waits[0] < at < waits[-1] for at in exponentials))
 
 
 def _operands(word: int) -> list[int]:

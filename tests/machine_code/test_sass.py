@@ -5,7 +5,7 @@ import pytest
 from pagedkv.compiler.link import link
 
 from ..emulator.machine import wgmma_kernels as W
-from .sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, products_of
+from .sass import Loads, code_of, copies_of, loads_of, loop_of, moves_between, overlap_of, products_of
 
 PTX = """
 .version 8.0
@@ -215,6 +215,22 @@ def test_moves_of_operands_between_products_are_counted(a, n):
         found = products_of(code, (9, 0)), moves_between(code, (9, 0))
         assert found[0].mma == 2
         assert least <= found[1] <= 2 * least
+
+
+@pytest.mark.parametrize("number", ["0", "%r5"], ids=["constant", "register"])
+def test_what_delays_products_and_what_does_not_run_beside_them_is_counted(number):
+    product, fence, wait = W.product(64), W.PARTS["fence"], W.PARTS["commit"] + W.PARTS["wait"]
+    begin, end = "mov.u32 %r5, 1; again:", "add.u32 %r5, %r5, 1; setp.lt.u32 %p, %r5, %r0; @%p bra again;"
+    exponential = "ex2.approx.ftz.f32 %e0, %d0; st.volatile.shared.f32 [%r1], %e0;"
+    slow = "st.shared.f32 [%r1], %e0; bar.warp.sync -1; ld.shared.f32 %e0, [%r1+4];" * 4
+    found = {}
+    for name, before, behind in (("good", "", ""), ("late", "", exponential), ("slow", slow, "")):
+        turn = [f"bar.sync {number}, 128;", before, fence, product, wait, exponential, fence, product, wait, behind]
+        body = [begin, *turn, end, fence, product]
+        text = W.text_of(64, body, 16384, extra=W.set_descriptor("%db", 0) + W.set_descriptor("%da", 8192))
+        found[name] = overlap_of(code_of(link(text, (9, 0)).cubin, "test"), (9, 0))
+    assert [each.exponentials for each in found.values()] == [0, 1, 0]
+    assert found["good"].before < found["slow"].before
 
 
 def test_code_of_another_kernel_is_refused():

@@ -81,4 +81,11 @@ MUTANTS = [
         "        wait_all()\n        cuda.syncthreads()\n",
         "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-wgmma-128 dims]",
     ),
+    Mutant(
+        "wgmma: ptxas moves the wait for products up among the exponentials",
+        "            finish_exponentials(registers.sums)\n",
+        "",
+        "tests/kernels/prefill/test_wgmma.py::"
+        "test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products[256-float16]",
+    ),
 ]

@@ -75,6 +75,12 @@ def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
         return exponentiate(registers, largest_exponent, unit)
 
     @device_function
+    def finish_exponentials(sums):
+        """Compute the exponentials before what follows: ptxas moves a wait up among them, but past no branch."""
+        if float32(sums[0] + sums[1]) < float32(0):  # never
+            fence_proxy()
+
+    @device_function
     def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
         row, chunk = divmod_32(thread, LANES)
         panel, column = divmod_32(chunk, PANEL_CHUNKS)
@@ -111,17 +117,19 @@ def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
         first, stage = uint32(first + KEYS), uint32(TILE_BYTES)
         while first <= span.last:
             publish_copies()
+            units = int64(stage >> 4)
+            multiply_keys(registers.s, q, k_tile + units)
+            multiply_values(registers.o, registers.p, v_tile + (TILE_UNITS - units))
+            # The products run while the threads start the copies.
             copy_rows(uint32(v_place + stage), values, v_block, v_position, True)
             if uint32(first + KEYS) <= span.last:
                 copy_rows(uint32(uint32(k_place + TILE_BYTES) - stage), keys, block, position, True)
             end_group()
             v_block, v_position = block, position
             block, position = find_row(pages, uint32(first + 2 * KEYS), lane, warp)
-            units = int64(stage >> 4)
-            multiply_keys(registers.s, q, k_tile + units)
-            multiply_values(registers.o, registers.p, v_tile + (TILE_UNITS - units))
             wait_keys_first(registers.s)
             has_moved = softmax(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane)
+            finish_exponentials(registers.sums)
             wait_values(registers.o)
             if has_moved:
                 rescale(registers)
