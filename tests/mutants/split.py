@@ -67,6 +67,12 @@ MUTANTS = [
         CUDA_CORES,
     ),
     Mutant(
+        "split: the sums of a warp replace Q, which others still read",
+        "q_shared, token = uint32(shared.address + SUMS_BYTES + lane * 16)",
+        "q_shared, token = uint32(shared.address + lane * 16)",
+        LENGTHS,
+    ),
+    Mutant(
         "split: no barrier before the sums of warps are added",
         "                cuda.syncthreads()\n                output = output_of(",
         "                output = output_of(",
@@ -95,6 +101,12 @@ MUTANTS = [
         "split: no fence before a thread block counts itself done",
         "    if thread == 0:\n        fence()\n",
         "",
+        COUNTERS,
+    ),
+    Mutant(
+        "split: the thread block that merges does not acquire what others have published",
+        "store_shared_word(count_word, count_up_and_acquire(counter, last))",
+        "store_shared_word(count_word, count_up(counter, last))",
         COUNTERS,
     ),
     Mutant(

@@ -7,7 +7,7 @@ they change while the kernel runs.
 
 from __future__ import annotations
 
-from .intrinsics.warp import count_up, fence, load_shared_word, store_shared_word
+from .intrinsics.warp import count_up, count_up_and_acquire, fence, load_shared_word, store_shared_word
 from .language import cuda, uint32
 from .source import device_function
 
@@ -28,7 +28,7 @@ def is_last(thread, counter, most_splits, num_splits, count_word):
     """Count a split, and return whether this thread block merges `num_splits` results; every thread calls it.
 
     `counter` is the address of the column's counter, which counts `most_splits`; `count_word` is the shared address of
-    a word. The fence of thread 0 and the barrier make the stores of other blocks visible to all threads.
+    a word. Thread 0 acquires what other blocks have published, and the barrier makes it visible to all threads.
     """
     if most_splits == 1:
         return False
@@ -38,9 +38,6 @@ def is_last(thread, counter, most_splits, num_splits, count_word):
             count_up(counter, last)
         return False
     if thread == 0:
-        count = count_up(counter, last)
-        store_shared_word(count_word, count)
-        if count == last:
-            fence()
+        store_shared_word(count_word, count_up_and_acquire(counter, last))
     cuda.syncthreads()
     return load_shared_word(count_word) == last

@@ -46,7 +46,7 @@ class SplitLogitOptions(NamedTuple):
 class SharedSums(NamedTuple):
     """The shared memory in which warps store their sums."""
 
-    address: Any  # the address of O, whose place Q and rows of the caches may have before
+    address: Any  # the address of O, whose place rows of the caches and Q may have before
     maxima: Any
     sums: Any
     weights: Any  # of the warp groups

@@ -18,9 +18,10 @@ cores, if rows fit into shared memory (`SplitConfig.staged`), all warps take the
 own: tensor_cores/many_heads.py. Then merge.py adds the warps and, in the thread block that counts last for its column,
 the splits. A unit past the last split is only counted.
 
-Shared memory. One buffer, static, or dynamic if that is too small: first for Q, or staged rows and Q, then for the sums
-of all warps, then for the merge of the splits. Always static are the maxima, sums of exponentials and weights of all
-warp groups, the lengths of the next units, on which all threads agree, and the count, a word from thread 0.
+Shared memory. One buffer, static, or dynamic if that is too small: for the sums of all warps and Q behind them, so that
+a warp that is done stores its sums while others still read Q; or first for staged rows and Q, then for the sums. Then
+for the merge of the splits. Always static are the maxima, sums of exponentials and weights of all warp groups, the
+lengths of the next units, on which all threads agree, and the count, a word from thread 0.
 """
 
 from __future__ import annotations
@@ -229,8 +230,10 @@ def dynamic_bytes(config: SplitConfig) -> int:
 
 
 def _shared_bytes(config: SplitConfig) -> int:
-    """Bytes that the sums need, or Q and staged rows before them, or the merge after them."""
-    nbytes = max(sums_bytes(config), merge_bytes(config))
-    if not config.on_tensor_cores:
-        return nbytes
-    return max(nbytes, StageShape(config).nbytes if config.staged else TensorShape(config).q_bytes)
+    """Bytes that the sums need, with Q behind them or with staged rows and Q before them, or the merge after them."""
+    nbytes = sums_bytes(config)
+    if config.staged:
+        nbytes = max(nbytes, StageShape(config).nbytes)
+    elif config.on_tensor_cores:
+        nbytes += TensorShape(config).q_bytes
+    return max(nbytes, merge_bytes(config))

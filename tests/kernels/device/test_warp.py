@@ -189,8 +189,7 @@ def test_the_block_that_counts_last_sees_what_the_others_stored(run):
             block = i // N
             device.store_8(result + 8 * (block + 1), device.load_4(source + i * 4), uint32(block))
             warp.fence()
-            if warp.count_up(result, uint32(blocks - 1)) == blocks - 1:
-                warp.fence()
+            if warp.count_up_and_acquire(result, uint32(blocks - 1)) == blocks - 1:
                 total = float32(0)
                 for other in range(1, blocks + 1):
                     x, _ = warp.load_l2_2(result + 8 * other)

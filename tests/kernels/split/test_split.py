@@ -98,8 +98,11 @@ def few_at_once(open_device, count):
 
 @each_kernel(SPLIT, MANY_HEADS)
 def test_the_thread_block_that_computes_a_unit_changes_no_bits(kernel, open_device):
-    """All units to one, three that take turns, one for each; and thread blocks in another order."""
-    problem = kernel.build(seq_lens=(700, 3, 0, 300), num_kv_heads=2, sinks=True)
+    """All units to one, three that take turns, one for each; and thread blocks in another order.
+
+    The two columns of 300 tokens have two splits of four: the others are only counted, one right after the other.
+    """
+    problem = kernel.build(seq_lens=(800, 3, 0, 300), num_kv_heads=2, sinks=True)
     expected = kernel.attend(problem, few_at_once(open_device, 1))
     assert_close(problem, *expected)
     for count, seed in ((3, 1), (3, 2), (1000, 3)):
@@ -143,7 +146,7 @@ def prefetched(problem, count):
 
 
 def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypatch):
-    """Each fence empties the L1 of its multiprocessor: once before a block counts, and once in the one that merges."""
+    """A fence waits for all that its multiprocessor has stored: once before a block counts a result that is merged."""
     fence, lanes = Order.fence, []
 
     def counted(order, what, m):
@@ -153,7 +156,7 @@ def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypat
     monkeypatch.setattr(Order, "fence", counted)
     problem = SPLIT.build(seq_lens=(3 * SHORTEST_SPLIT, SHORTEST_SPLIT, 2 * SHORTEST_SPLIT, 0), num_kv_heads=1)
     SPLIT.attend(problem)
-    assert sum(lanes) == (3 + 1) + (2 + 1)
+    assert sum(lanes) == 3 + 2
 
 
 @each_kernel(SPLIT_FP8.replace("modified", alibi=True), long=(G12.replace("modified", alibi=True),))

@@ -162,14 +162,24 @@ prefetch_l2 = declare(
     lambda builder, where: emit_asm(builder, VOID, "prefetch.global.L2 [$0];", "l", [where], side_effect=True),
 )
 
-count_up = declare(
+
+def _count_up(name: str, order: str, doc: str) -> Any:
+    def emit(builder: Any, where: Any, last: Any) -> Any:
+        text = f"atom.{order}.gpu.global.inc.u32 $0, [$1], $2;"
+        return emit_asm(builder, I32, text, "=r,l,r,~{memory}", [where, last], side_effect=True)
+
+    return declare(name, doc, uint32, [int64, uint32], emit)
+
+
+count_up = _count_up(
     "count_up",
+    "relaxed",
     "Atomically increment the uint32 at a global address, from `last` to 0; its old value: (address, last).",
-    uint32,
-    [int64, uint32],
-    lambda builder, where, last: emit_asm(
-        builder, I32, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}", [where, last], side_effect=True
-    ),
+)
+count_up_and_acquire = _count_up(
+    "count_up_and_acquire",
+    "acquire",
+    "As count_up, and what other threads had published when they counted is visible from here on. It empties L1.",
 )
 
 thread_number = declare(

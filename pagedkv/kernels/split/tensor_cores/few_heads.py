@@ -43,7 +43,7 @@ from ...device.source import Steps, device_function
 from ..config import SplitConfig
 from ..lanes import SLOT_BYTES, make_lanes, make_row_lookup
 from ..shape import TensorShape
-from ..sums import make_store_sums
+from ..sums import make_store_sums, sums_bytes
 from .fragments import key_token, make_products, make_rows
 from .query import make_stage_query
 from .registers import make_registers
@@ -66,6 +66,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
     CHUNKS, BUFFER, STEP, TURN = shape.num_chunks, shape.buffer, shape.step, shape.step * config.num_warp_groups
     NUM_RAW, NUM_O, WARPS_FOR_DIMS, ALL = shape.num_raw, shape.num_o, config.warps_for_dims, uint32(0xFFFFFFFF)
     ROW_BYTES, V_VECTOR, V_WARP_BYTES = config.row_bytes, shape.v_vector, 8 * shape.v_vector * shape.v_vectors
+    SUMS_BYTES = sums_bytes(config)
     lanes, new_registers = make_lanes(config), make_registers(shape, 2)
     lookup = make_row_lookup(config, lanes.fetch)
     caches, products, stage_query = make_rows(shape, lookup.row_address), make_products(shape), make_stage_query(shape)
@@ -115,7 +116,7 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         warp = or_of_warp(uint32(thread >> 5))
         warp_group, dims_part = divmod_32(warp, WARPS_FOR_DIMS)
         g, t = uint32(lane >> 2), uint32(lane & 3)
-        q_shared, token = uint32(shared.address + lane * 16), key_token(g)
+        q_shared, token = uint32(shared.address + SUMS_BYTES + lane * 16), key_token(g)
         v_first = int64(g) * V_VECTOR + int64(dims_part) * V_WARP_BYTES
         rows = LaneRows(k.address + int64(t) * 16, v.address + v_first, ROW_BYTES - v_first, token, t)
         keys, values, others = lanes.slots(warp)
@@ -170,7 +171,6 @@ def make_attend_on_tensor_cores(config: SplitConfig, sums: Steps) -> Any:
         take_scales(registers, others, scales[1], t)
         softmax.update(registers, others, g, t)
         use_values(registers, rows, k_offset, v_offset, v_offset, valid, True)
-        cuda.syncthreads()  # the sums replace Q
         # Compute these again: they would take registers in the loop.
         warp, g, t = uint32(thread >> 5), uint32(uint32(thread >> 2) & 7), uint32(thread & 3)
         warp_group, dims_part = divmod_32(warp, WARPS_FOR_DIMS)
