@@ -5,7 +5,7 @@ import numpy as np
 from pagedkv import reference
 
 from ..support.problems import assert_close, expect
-from .drawn import FEW_ROW_KERNELS, PAGED, SPLITS
+from .drawn import FEW_ROW_KERNELS, MORE_PREFILLS, PAGED, SPLITS
 from .kernels import (
     CORES_INT8,
     CPU,
@@ -94,6 +94,39 @@ def test_scales_of_rows_from_a_ten_thousandth_to_ten_thousand(kernel, open_devic
         bound = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[problem.spec.q_dtype]
         error = np.abs(out.astype(np.float32) - expected)
         assert (error <= bound * np.abs(expected).max(axis=-1, keepdims=True) + 2.0**-25).all()
+
+
+FLOAT16 = MORE_PREFILLS["int8 as float16"]
+CPU_INT8 = tuple(kernel for kernel in CPU if kernel.spec.has_scales)
+
+
+@each_kernel(*INT8, *CPU_INT8, FLOAT16, long=(FEW_INT8,))
+def test_a_value_counts_by_its_weight_times_its_scale(kernel, open_device):
+    """Large scales of other values take nothing from it, whatever their weights.
+
+    Scales lie up to 2**120 apart, and weights about as much. The bound is the weighted sum of the largest number of
+    each value. Prefill as float16 loses weights below 2**-31, as over a cache of float16: its values end at 1,016.
+    """
+    lengths = {"seq_lens": (2, 90, 300), "query_lens": (2, 20, 9) if kernel.is_prefill else None}
+    lengths = {} if kernel is FEW_INT8 else lengths
+    for octaves in (10, 30, 60):
+        problem = kernel.build(**lengths, num_kv_heads=1, poison="zero")
+        rng, k_scales, v_scales = np.random.default_rng(octaves), *map(problem.options.get, ("k_scales", "v_scales"))
+        problem.q[...] = rng.choice([-1, 1], problem.q.shape)  # exact as 16-bit integers, too
+        k_scales *= 2.0 ** rng.integers(-1, 5, k_scales.shape)
+        v_scales *= 2.0 ** rng.integers(-octaves, octaves, v_scales.shape)
+        codes = problem.v_cache.copy()
+        problem.v_cache[...] = 127
+        v_scales /= 2.0 ** np.rint(np.log2(np.median(expect(problem)[0])))
+        least = 1e-5 if kernel is FLOAT16 else 2.0**-25
+        v_scales[...] = np.minimum(v_scales, 8 if kernel is FLOAT16 else np.inf)
+        most = expect(problem)[0]
+        problem.v_cache[...] = codes
+        out, _ = kernel.attend(problem, open_device)
+        bound = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1.6e-2}[problem.spec.q_dtype]
+        # As far as float16 goes.
+        seen, exact = (np.clip(x.astype(np.float64), -6e4, 6e4) for x in (out, expect(problem)[0]))
+        assert (np.abs(seen - exact) <= bound * most + least).all()
 
 
 @each_kernel(*INT8)

@@ -49,9 +49,16 @@ MUTANTS = [
     ),
     Mutant(
         "split: pivots do not follow the scales of int8 values",
-        "exponent = exponent_of(registers.scales, slot, g) if BY_ROW else float32(0)",
-        "exponent = float32(0)",
+        "exponents[i] = min(larger(log2(abs(scales[i])), LEAST_EXPONENT), MOST_EXPONENT)",
+        "exponents[i] = float32(0)",
         ATTENTION + "test_options.py::test_scales_of_rows_from_a_ten_thousandth_to_ten_thousand"
+        "[emulator-split-D64-G8-P16-float16-int8]",
+    ),
+    Mutant(
+        "split: pivots follow the scale of another int8 value",
+        "multiply_and_add(y, units[h], exponents[2 * n + 1])",
+        "multiply_and_add(y, units[h], exponents[2 * n])",
+        ATTENTION + "test_options.py::test_a_value_counts_by_its_weight_times_its_scale"
         "[emulator-split-D64-G8-P16-float16-int8]",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .intrinsics.thread import divide, float_bits
+from .intrinsics.thread import divide
 from .language import float32, int32
 from .source import device_function, user_function
 
@@ -15,20 +15,12 @@ NONE = float32(-math.inf)  # the maximum of no logits
 # The shift (minus the pivot) of a row that has seen no key. Its pivot is below any other: rescaling from it gives 0.
 UNSEEN = float32(3.4028235e38)
 SMALLEST = float32(2.0**-126)  # positive and normal
-# Exponents of scales that pivots follow in decode: float32 holds all weights between these, float16 values up to 2**70.
-LEAST_EXPONENT, MOST_EXPONENT = int32(-24), int32(64)
 
 
 @device_function
 def positive(unit):
     """The factor of logits, but never 0, since 0 times -inf is NaN."""
     return SMALLEST if unit == float32(0) else unit
-
-
-@device_function
-def exponent_of_scale(scale):
-    """The power of two above a scale of values that is not negative, by which pivots are higher, as float32."""
-    return float32(min(max(int32(int32(float_bits(scale) >> 23) - 126), LEAST_EXPONENT), MOST_EXPONENT))
 
 
 @device_function

@@ -4,8 +4,8 @@ A lane has the logits of head g + 8h for tokens 4t .. 4t + 3 of each tile: two f
 ``2 * (n * head_tiles + h)``. Logits are in units of log(2), so that the softmax is one of powers of two.
 
 Rows with scales of their own. The scale of a key multiplies its logit, that of a value its probability, after the sum
-of probabilities. So that the product fits into float16, pivots are higher by the exponent of the largest scale in a
-step: the largest product is as large as P is elsewhere.
+of probabilities. So that products fit into float16, and the largest one keeps its bits, the pivot is the largest sum of
+a logit and the logarithm of its value's scale: the largest product is as large as P is elsewhere.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from ...device.intrinsics.thread import (
     multiply_and_add_down,
     unrolled,
 )
-from ...device.intrinsics.warp import low_bits, pack_of
+from ...device.intrinsics.warp import log2, low_bits, pack_of
 from ...device.language import float32, int64, uint32
-from ...device.logits import LOG2E, NONE, UNSEEN, exponent_of_scale, make_modify, positive
+from ...device.logits import LOG2E, NONE, UNSEEN, make_modify, positive
 from ...device.source import Steps, device_function
 from ..shape import TILE, TensorShape
 
 MOST_EXCESS = 3  # powers of two by which a logit may exceed its pivot
+# Pivots follow exponents of scales between these: so two pivots for the same logit differ by less than 2**126.
+LEAST_EXPONENT, MOST_EXPONENT = float32(-56), float32(64)
 
 
 def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
@@ -42,6 +44,7 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
     BIAS, SLACK = float32(bias), float32(bias + MOST_EXCESS)
     PAIRS = 2 * shape.tiles * shape.head_tiles
     BY_ROW, NUM_SCALES = shape.config.by_row, 4 * shape.tiles
+    NUM_EXPONENTS = NUM_SCALES if BY_ROW else 1
     pack, widen, modify = pack_of(shape.operand), unpack(shape.operand), make_modify(shape.config.score_mod)
 
     @unrolled(shape.head_tiles)
@@ -100,21 +103,23 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         assign(scales, 4 * i, lanes.four_from(slot, scale, uint32((t << 2) + TILE * i)))
 
     @unrolled(NUM_SCALES)
-    def raise_scale(i, largest, scales):
-        largest[0] = larger(largest[0], abs(scales[i]))
-
-    @device_function
-    def exponent_of(scales, slot, g):
-        """The exponent of the largest scale of values in a step, by which its pivots are higher."""
-        largest = local_array(1, float32)
-        largest[0] = float32(0)
-        raise_scale(largest, scales)
-        return exponent_of_scale(lanes.largest_of_head(slot, largest[0], g))
+    def take_exponents(i, exponents, scales):
+        exponents[i] = min(larger(log2(abs(scales[i])), LEAST_EXPONENT), MOST_EXPONENT)
 
     @unrolled(PAIRS)
-    def raise_maxima(i, largest, s):
-        x = larger(s[2 * i], s[2 * i + 1])
-        largest[i % HEAD_TILES] = x if i < HEAD_TILES else larger(largest[i % HEAD_TILES], x)
+    def raise_maxima(i, largest, s, units, exponents):
+        """Find the largest logits, with scales in units of log(2), and with the exponents of their scales."""
+        n, h, x, y = i // HEAD_TILES, i % HEAD_TILES, s[2 * i], s[2 * i + 1]
+        if BY_ROW:
+            x = multiply_and_add(x, units[h], exponents[2 * n])
+            y = multiply_and_add(y, units[h], exponents[2 * n + 1])
+        x = larger(x, y)
+        largest[h] = x if i < HEAD_TILES else larger(largest[h], x)
+
+    @device_function
+    def unit_of(units, h):
+        """The factor that takes largest logits to units of log(2): with scales they are there."""
+        return float32(1) if BY_ROW else units[h]
 
     @unrolled(shape.num_products)
     def rescale_products(i, o, h, even, odd):
@@ -123,13 +128,13 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         o[at + 2], o[at + 3] = float32(o[at + 2] * even), float32(o[at + 3] * odd)
 
     @device_function
-    def rescale(shifts, units, sums, o, largest, exponent, slot, t):
-        slack, bias = float32(SLACK - exponent), float32(BIAS - exponent)
+    def rescale(shifts, units, sums, o, largest, slot, t):
         for h in range(HEAD_TILES):
-            new = multiply_and_add(float32(-largest[h]), units[h], bias)
+            unit = unit_of(units, h)
+            new = multiply_and_add(float32(-largest[h]), unit, BIAS)
             if IS_HALF:  # from 2**26 on, BIAS may be rounded up to 16
-                new = min(new, multiply_and_add_down(float32(-largest[h]), units[h], slack))
-            shift = new if multiply_and_add(largest[h], units[h], shifts[h]) > slack else shifts[h]
+                new = min(new, multiply_and_add_down(float32(-largest[h]), unit, SLACK))
+            shift = new if multiply_and_add(largest[h], unit, shifts[h]) > SLACK else shifts[h]
             factor = exp2(float32(shift - shifts[h]))
             sums[h] = float32(sums[h] * factor)
             shifts[h] = shift
@@ -160,15 +165,16 @@ def make_softmax(shape: TensorShape, lanes: Steps) -> Steps:
         bits, so it is skipped unless a shift of the warp has changed. `sums` are those of this lane's tokens alone.
         """
         s, units, shifts, sums = registers.s, registers.units, registers.shifts, registers.sums
-        largest = local_array(HEAD_TILES, float32)
-        raise_maxima(largest, s)
-        exponent = exponent_of(registers.scales, slot, g) if BY_ROW else float32(0)
-        grew, slack = False, float32(SLACK - exponent)
+        largest, exponents = local_array(HEAD_TILES, float32), local_array(NUM_EXPONENTS, float32)
+        if BY_ROW:
+            take_exponents(exponents, registers.scales)
+        raise_maxima(largest, s, units, exponents)
+        grew = False
         for h in range(HEAD_TILES):
             largest[h] = lanes.largest_of_head(slot, largest[h], g)
-            grew = grew or multiply_and_add(largest[h], units[h], shifts[h]) > slack
+            grew = grew or multiply_and_add(largest[h], unit_of(units, h), shifts[h]) > SLACK
         if lanes.any_of_warp(grew):
-            rescale(shifts, units, sums, registers.o, largest, exponent, slot, t)
+            rescale(shifts, units, sums, registers.o, largest, slot, t)
         weigh(s, units, shifts, sums, registers.scales, registers.p, registers.p_rest)
 
     return Steps(start, logits, set_units, mask, valid_tokens, take_scales, update)
