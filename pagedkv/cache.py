@@ -41,6 +41,10 @@ from .typing import KvDtype, Layout
 from .validation import cache_pair
 from .validation.require import integer
 
+# What a cache passes to the operations itself.
+_OWN = {*CACHES, "layout", "kv_dtype", "k_scale", "v_scale"}
+_OWN_OF_BATCHES = {*_OWN, "block_tables", "seq_lens", "query_starts", "max_seq_len"}
+
 
 class PagedKVCache(Sequences):
     """The paged K and V of all layers of a model, and the sequences in it.
@@ -663,6 +667,7 @@ class PagedKVCache(Sequences):
         **options
             `backend` and `check` of :func:`~pagedkv.write_kv`; the cache knows its layout, kv_dtype and scales.
         """
+        _require_not_own("write", _OWN, options)
         caches, ours = self._layer(layer)
         if layer in self._same_as:
             raise ValueError(
@@ -706,6 +711,7 @@ class PagedKVCache(Sequences):
         RuntimeError
             The cache was reset after the batch was made, or, on a device, has made another one.
         """
+        _require_not_own("attend", _OWN_OF_BATCHES, options)
         caches, ours = self._layer(layer)
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must be a Batch, made by batch(seqs), got {type(batch).__name__}")
@@ -811,3 +817,9 @@ class PagedKVCache(Sequences):
         """Shorten sequences by the tokens that `append` has added."""
         rows = self._rows.handles.find_distinct(seqs)
         return self._rows.plan_drop(rows, self._rows.lens[rows] - per_seq("n", n, len(rows)))
+
+
+def _require_not_own(method: str, own: set[str], options: Mapping[str, Any]) -> None:
+    """Raise TypeError for an option that the cache passes itself."""
+    if known := own & options.keys():
+        raise TypeError(f"{method}() takes no {min(known)}: the cache passes its own")

@@ -434,8 +434,9 @@ def _shadow_of(name: str, x: Any, placement: Placement) -> Array:
 
 
 def _shadows_of(placement: Placement, planned: Sequence[Any], *brought: Any) -> list[Array]:
-    if len(brought) != len(planned):
-        given = "needs" if len(brought) < len(planned) else "takes no"
+    has_all = all(x is not None for x in brought[3:])  # of the scales
+    if len(brought) != len(planned) or not has_all:
+        given = "takes no" if len(brought) > len(planned) else "needs"
         raise ValueError(f"the plan {given} k_scales and v_scales, as the call that was planned")
     return [_shadow_of(name, x, placement) for name, x in zip(_BROUGHT, brought, strict=False)]
 
