@@ -350,11 +350,36 @@ def prefill_stages() -> str:
     return drawing(top - 20, parts)
 
 
+def prefill_turns() -> str:
+    """What two warpgroups do at the same time, the products of both in the middle."""
+    parts, left, half, height = [title(20, 30, "Two warpgroups, half a tile apart (not to scale)")], 130, 150, 26
+    for group in range(2):
+        products, threads = 92 + 52 * group, 60 + 116 * group
+        parts.append(text(20, products + 17, f"group {group}, products"))
+        parts.append(text(20, threads + 17, f"group {group}, threads"))
+        for i, (tile, tile_before) in enumerate((("i", "i - 1"), ("i + 1", "i"))):
+            at = left + half * (2 * i + group)
+            words = f"S({tile}), O += PV({tile_before})"
+            parts.append(box(at, products, half - 2, height, COLOURS[0], INK, words))
+            if (group, i) != (1, 1):
+                parts.append(box(at + half / 2, threads, half - 2, height, COLOURS[1], INK, f"softmax of S({tile})"))
+                line = f"M{at + half - 1} {products + height * (1 - group)} v{26 * (1 - 2 * group)}"
+                parts.append(arrow(line))
+    notes = (
+        "Arrow: this warpgroup's products have started, and the other one's come next (turn).",
+        "Behind S: this warpgroup's half of the next K and V has come (full). Behind a softmax, once the other one no",
+        "longer reads their stages (free): copies of V of the next tile, and of K of the next but one, start.",
+    )
+    parts += [text(20, 232 + 18 * i, words) for i, words in enumerate(notes)]
+    return drawing(284, parts)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     "prefill/tiles.svg": prefill_tiles,
     "prefill/fragments.svg": prefill_fragments,
     "prefill/swizzle.svg": prefill_swizzle,
     "prefill/stages.svg": prefill_stages,
+    "prefill/turns.svg": prefill_turns,
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ _WGMMA = (0x9F0, 0xDF0)  # HGMMA, with A in shared memory and in registers
 _MMA, _LOAD_MATRICES = (0x23C, *_WGMMA), 0x83B  # HMMA, LDSM
 _WARPGROUP, _EXPONENTIAL = 0x9C5, 0x308  # WARPGROUP.ARRIVE and .DEPBAR, MUFU
 _MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
+_MOVE_REGISTER = 0x202  # of another vector register, and not of a uniform one or a constant
 _ALWAYS = 7
 _WIDTHS = (1, 1, 2, 2, 4, 8, 16)
 _NUM_SCOREBOARDS = 6
@@ -385,4 +386,6 @@ def _moved(word: int) -> tuple[int, ...]:
     target, a, b, c = (word >> bit & 0xFF for bit in (16, 24, 32, 64))
     if word & 0x1FF == _MULTIPLY_AND_ADD and a == _ZERO:
         return target, c
-    return (target, b) if word & 0x1FF == _MOVE else ()
+    if word & 0x1FF == _MOVE:
+        return (target, b) if word & 0xFFF == _MOVE_REGISTER else (target,)
+    return ()

@@ -5,6 +5,7 @@ from .mutant import Mutant
 USUAL, FEW_ROWS = "[emulator-prefill-tensor cores]", "[emulator-prefill-few rows, tensor cores]"
 DRAWN = "tests/attention/test_oracle.py::test_drawn_problems_meet_the_error_bound"
 PIVOTS = "tests/attention/test_same_bits.py::test_a_row_has_the_same_bits_in_any_chunk" + USUAL
+WGMMA_STAGES = "tests/kernels/prefill/test_wgmma.py::test_stages_are_used_again[emulator-wgmma-128 dims]"
 SPLIT_NEEDLE = "tests/attention/test_needles.py::test_a_needle_brings_exactly_its_own_value" + FEW_ROWS
 
 MUTANTS = [
@@ -77,13 +78,31 @@ MUTANTS = [
     ),
     Mutant(
         "wgmma: copies are not fenced before the products",
-        "        wait_all()\n        fence_proxy()\n        cuda.syncthreads()\n",
-        "        wait_all()\n        cuda.syncthreads()\n",
-        "tests/kernels/prefill/test_wgmma.py::test_a_prompt_of_several_tiles_of_rows_and_keys[emulator-wgmma-128 dims]",
+        "        wait_all()\n        fence_proxy()\n        full.tell(group, odd)\n",
+        "        wait_all()\n        full.tell(group, odd)\n",
+        WGMMA_STAGES,
+    ),
+    Mutant(
+        "wgmma: products do not wait for what the other warpgroup copies",
+        "            full.wait(group, odd)\n            turn.wait",
+        "            full.tell(uint32(group ^ 1), odd)\n            turn.wait",
+        WGMMA_STAGES,
+    ),
+    Mutant(
+        "wgmma: copies do not wait until the other warpgroup has read a stage",
+        "            free.wait(group, odd)\n            copy_ahead",
+        "            free.tell(uint32(group ^ 1), odd)\n            copy_ahead",
+        WGMMA_STAGES,
+    ),
+    Mutant(
+        "wgmma: a warpgroup does not wait for its turn",
+        "            turn.wait(group, ALWAYS)\n            multiply_keys",
+        "            multiply_keys",
+        WGMMA_STAGES,
     ),
     Mutant(
         "wgmma: ptxas moves the wait for products up among the exponentials",
-        "            finish_exponentials(registers.sums)\n",
+        "            softmax.finish_exponentials(registers)\n",
         "",
         "tests/kernels/prefill/test_wgmma.py::"
         "test_the_plain_loop_has_few_instructions_and_moves_nothing_between_products[256-float16]",

@@ -9,7 +9,7 @@ from pagedkv.compiler.occupancy import occupancy
 from pagedkv.cuda.plans.prefill import tensor_config, uses_wgmma
 from pagedkv.kernels.prefill.config import TensorConfig
 from pagedkv.kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
-from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, WgmmaShape
+from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import DIMS, GroupShape, WgmmaShape
 
 from ...attention.drawn import WGMMAS
 from ...attention.kernels import PREFILL, WGMMA, assert_same_bits, each_emulated, each_kernel
@@ -44,6 +44,13 @@ def test_what_it_does_not_take_goes_to_the_other_kernel():
 @each_kernel(*WGMMAS[:2], long=WGMMAS[2:])
 def test_a_prompt_of_several_tiles_of_rows_and_keys(kernel, open_device):
     problem = kernel.build(seq_lens=(290, 7), query_lens=(200, 7), num_kv_heads=1, window=150, sinks=True)
+    assert_close(problem, *kernel.attend(problem, open_device))
+
+
+@each_kernel(WGMMA, long=WGMMAS[1:])
+def test_stages_are_used_again(kernel, open_device):
+    """Each warpgroup copies over what the other one has read."""
+    problem = kernel.build(seq_lens=(900,), query_lens=(-(-90 // kernel.spec.group_size),), num_kv_heads=1)
     assert_close(problem, *kernel.attend(problem, open_device))
 
 
@@ -97,10 +104,12 @@ def test_options_have_everything_in_registers(head_dim, fields):
 def test_tiles_are_cut_as_descriptors_ask(head_dim, modified):
     shape = WgmmaShape(TensorConfig(head_dim, 4, 16, "float16", "float16", modified=modified))
     assert shape.nbytes <= 227 * 1024
-    assert shape.num_threads == shape.copiers == make_prefill_wgmma(shape.config).num_threads
-    assert shape.lanes == shape.chunks
+    assert shape.num_threads == make_prefill_wgmma(shape.config).num_threads
+    copied = GroupShape(shape.config)
+    assert (2 * copied.num_threads, 2 * copied.rows, 2 * copied.keys) == (shape.num_threads, shape.rows, shape.keys)
+    assert copied.lanes == copied.chunks
+    assert copied.rows_at_once * copied.rows_of_thread == copied.keys
+    assert copied.keys % 8 == copied.rows % 8 == 0  # rows of both warpgroups are swizzled alike
+    assert copied.warp_rows_at_once * copied.rows_of_thread <= 32
     starts = (shape.k_start, shape.v_start, shape.tile_bytes, shape.panel_bytes, shape.q_panel_bytes)
     assert all(start % 1024 == 0 for start in starts)
-    assert shape.rows_at_once * shape.rows_of_thread == shape.keys
-    assert shape.rows_at_once % 8 == 0  # a chunk keeps its place in the rows of a thread
-    assert shape.warp_rows_at_once * shape.rows_of_thread <= 32

@@ -60,6 +60,28 @@ fence_proxy = declare(
 )
 
 
+def _barrier(name: str, doc: str, instruction: str, num_threads: int) -> Any:
+    def emit(builder: Any, number: Any) -> None:
+        warp_wide(builder, VOID, f"{instruction} $0, {num_threads};", "r,~{memory}", [number])
+
+    return declare(name, doc, types.void, [uint32], emit)
+
+
+@lru_cache
+def wait_at(num_threads: int) -> Any:
+    """The device function ``wait_at(number)``: wait at the thread block's barrier of this number, 1 to 15.
+
+    It opens when `num_threads` threads have come there, those that arrive and do not wait among them.
+    """
+    return _barrier("wait_at", "Wait at a barrier.", "bar.sync", num_threads)
+
+
+@lru_cache
+def arrive_at(num_threads: int) -> Any:
+    """The device function ``arrive_at(number)``: as `wait_at`, but the thread goes on at once."""
+    return _barrier("arrive_at", "Arrive at a barrier.", "bar.arrive", num_threads)
+
+
 def _chain(kind: str, n: int, products: Sequence[str]) -> str:
     """The assembly of products, each given with its operands from B on; "yes" and "no" say whether it adds."""
     lines = ["{", ".reg .b64 a, b;", ".reg .pred yes, no;", "setp.eq.b32 yes, 0, 0;", "setp.ne.b32 no, 0, 0;"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ....device.intrinsics.warpgroup import GROUP, ROW
 from ...config import TensorConfig
-from ..tile import CHUNK, TileShape
+from ..tile import CHUNK, ITEM_WORDS, SYSTEM_BYTES, TileShape
 
 NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup
 PANEL_DIMS, PANEL_CHUNKS = 64, 8
@@ -44,7 +44,9 @@ class WgmmaShape(TileShape):
 
     @property
     def stages(self) -> int:
-        return 2
+        """Three where shared memory has room for them, so that warpgroups may be half a tile apart; else two."""
+        room = self.config.shared_kib * 1024 - SYSTEM_BYTES
+        return 3 if self.q_bytes + 6 * self.tile_bytes + 4 * ITEM_WORDS <= room else 2
 
     # ---- rows in shared memory
 
@@ -86,6 +88,20 @@ class WgmmaShape(TileShape):
     @property
     def value_steps(self) -> tuple[int, ...]:
         return tuple(2 * GROUP * i for i in range(self.key_pairs))
+
+
+class GroupShape(WgmmaShape):
+    """What one warpgroup copies: its own rows of Q, and half of each tile of keys."""
+
+    __slots__ = ()
+
+    @property
+    def num_warps(self) -> int:
+        return WARPS
+
+    @property
+    def keys(self) -> int:
+        return WgmmaShape(self.config).keys // NUM_WARPGROUPS
 
 
 def _step_of_row(i: int, panel_bytes: int) -> int:

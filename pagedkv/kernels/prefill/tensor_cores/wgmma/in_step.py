@@ -1,0 +1,84 @@
+"""The inner loop of two warpgroups in step, for tiles of which only two stages have room: one barrier a tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....device.intrinsics.thread import local_array
+from ....device.intrinsics.warp import end_group, wait_but
+from ....device.intrinsics.warpgroup import ROW, UNIT, fence_proxy
+from ....device.language import cuda, float32, int64, uint32
+from ....device.source import device_function
+from ...config import TensorConfig
+from .copies import make_copies
+from .products import make_descriptors, make_products, make_waits
+from .shape import ROWS, WARPS, WgmmaShape
+from .softmax import make_softmax
+
+
+def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
+    """The device function ``attend_tiles(registers, shared, thread, lane, warp, item, ...)``, as in ../loop.py."""
+    KEYS, K_START, V_START, TILE_UNITS = shape.keys, shape.k_start, shape.v_start, shape.tile_bytes // UNIT
+    copies, softmax = make_copies(config, shape), make_softmax(config, shape)
+    (rows_at, values_at), (multiply_keys, multiply_values) = make_descriptors(shape), make_products(config, shape)
+    wait_keys, wait_keys_first, wait_values = make_waits(config, shape)
+    wait_all = wait_but(0)
+
+    @device_function
+    def publish_copies():
+        """Make what all threads have copied visible to the products of all."""
+        wait_all()
+        fence_proxy()
+        cuda.syncthreads()
+
+    @device_function
+    def copy_ahead(copied, first, last, stage, rows, later_rows):
+        """Start to copy V of the tile at `first`, and K of the next one."""
+        copies.copy_values(copied, stage, rows)
+        if uint32(first + KEYS) <= last:
+            copies.copy_keys(copied, uint32(stage ^ 1), later_rows)
+        end_group()
+
+    @device_function
+    def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+        largest_exponent = local_array(1, float32)
+        q = rows_at(uint32(shared + uint32(uint32(warp // uint32(WARPS)) * (ROWS * ROW))))
+        k_tile, v_tile = rows_at(uint32(shared + K_START)), values_at(uint32(shared + V_START))
+        first, last, stage = span.first, span.last, uint32(0)
+        copied = copies.begin(shared, lane, warp, query, k, v, item)
+        rows = copies.find_rows(pages, first, lane, warp)
+        copies.copy_keys(copied, stage, rows)
+        end_group()
+        later_rows = copies.find_rows(pages, uint32(first + KEYS), lane, warp)
+
+        # The first tile has no earlier product to overlap with.
+        publish_copies()
+        multiply_keys(registers.s, q, k_tile)
+        copy_ahead(copied, first, last, stage, rows, later_rows)
+        rows, later_rows = later_rows, copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
+        wait_keys(registers.s)
+        softmax.exponentiate(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane)
+        softmax.round_p(registers)
+        while uint32(first + KEYS) <= last:
+            first, stage = uint32(first + KEYS), uint32(stage ^ 1)
+            publish_copies()
+            multiply_keys(registers.s, q, k_tile + int64(stage) * TILE_UNITS)
+            multiply_values(registers.o, registers.p, v_tile + int64(stage ^ 1) * TILE_UNITS)
+            # The products run while the threads start the copies.
+            copy_ahead(copied, first, last, stage, rows, later_rows)
+            rows, later_rows = later_rows, copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
+            wait_keys_first(registers.s)
+            has_moved = softmax.exponentiate(
+                registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane
+            )
+            softmax.finish_exponentials(registers)
+            wait_values(registers.o)
+            if has_moved:
+                softmax.rescale(registers)
+            # Until here the product reads P.
+            softmax.round_p(registers)
+        publish_copies()
+        multiply_values(registers.o, registers.p, v_tile + int64(stage) * TILE_UNITS)
+        wait_values(registers.o)
+
+    return attend_tiles
