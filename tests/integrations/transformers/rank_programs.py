@@ -98,6 +98,9 @@ def everything(rank, folder):
     found = same_tokens(rank, folder)
     model = load(folder)
     found["other setting"] = message_of(Engine, model, num_blocks=BLOCKS, max_num_seqs=4 + rank)
+    engine = Engine(model, num_blocks=BLOCKS, kv_dtype="int8")
+    found["int8"] = logprobs(engine)
+    engine.close()
     found["cache blocks"] = PagedCache(model, num_blocks=BLOCKS + rank).kv.pool.num_blocks
 
     engine = Engine(model, num_blocks=BLOCKS - rank)

@@ -31,9 +31,14 @@ def values(generation):
     return [one.logprob for one in (generation.prompt_logprobs or []) + generation.logprobs]
 
 
+@pytest.fixture(scope="module", params=[None, "int8"])
+def kv_dtype(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(model):
-    return values(Engine(model, num_blocks=64).generate(TEXT, NEW, logprobs=0, prompt_logprobs=0))
+def alone(model, kv_dtype):
+    return values(Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate(TEXT, NEW, logprobs=0, prompt_logprobs=0))
 
 
 @pytest.mark.parametrize(
@@ -41,8 +46,8 @@ def alone(model):
     [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 4}, SMALL_POOL, SMALL_POOL | {"swap": "1MiB"}],
     ids=["in a crowd", "in chunks", "under preemption", "swapped"],
 )
-def test_log_probabilities_have_the_same_bits(model, alone, options):
-    engine = Engine(model, **{"num_blocks": 64} | options)
+def test_log_probabilities_have_the_same_bits(model, alone, kv_dtype, options):
+    engine = Engine(model, **{"num_blocks": 64, "kv_dtype": kv_dtype} | options)
     for others in (CROWD, CROWD[::-1]):
         made, *_ = engine.generate([TEXT, *others], NEW, logprobs=0, prompt_logprobs=0)
         assert values(made) == alone
@@ -51,8 +56,8 @@ def test_log_probabilities_have_the_same_bits(model, alone, options):
     assert (engine.stats().num_preempted > 0) == ("block_size" in options)
 
 
-def test_behind_a_prefix_hit(model, alone):
-    engine = Engine(model, num_blocks=64)
+def test_behind_a_prefix_hit(model, alone, kv_dtype):
+    engine = Engine(model, num_blocks=64, kv_dtype=kv_dtype)
     for _ in range(2):
         made = engine.generate([TEXT, *CROWD], NEW, logprobs=0)[0]
     assert made.num_cached == 32

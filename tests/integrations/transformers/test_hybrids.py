@@ -169,8 +169,11 @@ def test_few_states_and_blocks_for_many_requests(model, expected):
 
 @pytest.mark.parametrize("swap", [None, "16MiB"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_preempted_requests_go_on(model, expected, prefix_cache, swap):
-    engine = Engine(model, num_blocks=15, block_size=4, prefix_cache=prefix_cache, swap=swap)
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_preempted_requests_go_on(model, expected, kv_dtype, prefix_cache, swap):
+    engine = Engine(model, num_blocks=15, block_size=4, prefix_cache=prefix_cache, swap=swap, kv_dtype=kv_dtype)
+    if kv_dtype is not None:
+        expected = [x.tokens for x in Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate(TEXTS, NEW)]
     requests = [engine.add(ids, NEW) for ids in TEXTS]
     said = finish(engine)
     assert [said[request] for request in requests] == expected

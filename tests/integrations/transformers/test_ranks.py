@@ -93,9 +93,13 @@ def test_rank_0_generates_what_one_process_does_while_others_follow(two, alone):
     assert two[0]["led"] == two[0]["led after aborts"] == alone
 
 
-def test_rank_0_has_the_log_probabilities_of_one_process(two):
-    expected = logprobs(Engine(make_model("Llama", vocab_size=98), num_blocks=BLOCKS))
-    np.testing.assert_allclose(two[0]["logprobs"], expected, atol=1e-4)
+def test_ranks_have_the_log_probabilities_of_one_process(two):
+    model = make_model("Llama", vocab_size=98)
+    exact, of_int8 = (logprobs(Engine(model, num_blocks=BLOCKS, kv_dtype=kv_dtype)) for kv_dtype in (None, "int8"))
+    assert np.abs(np.subtract(exact, of_int8)).max() > 5e-3
+    np.testing.assert_allclose(two[0]["logprobs"], exact, atol=1e-4)
+    for found in two:
+        np.testing.assert_allclose(found["int8"], of_int8, atol=1e-3)
 
 
 def test_generate_with_a_paged_cache_on_ranks(two, alone):
