@@ -6,7 +6,7 @@ import torch
 import pagedkv
 
 from ..kernels.block_cases import SparseDevice
-from ..support.problems import as_torch, move_past_2_31_elements
+from ..support.problems import as_torch, move_blocks
 from .kernels import (
     CPU,
     DECODE,
@@ -16,9 +16,11 @@ from .kernels import (
     PREFILL,
     PREFILL_CORES,
     PREFILL_FP8,
+    PREFILL_INT8,
     QUICK,
     SLOW,
     SPLIT_FP8,
+    SPLIT_INT8,
     WGMMA,
     assert_same_bits,
     each_emulated,
@@ -92,32 +94,20 @@ class LargeCaches(SparseDevice):
         return where
 
 
-def move_past_4_gib(problem):
-    """Move a problem's blocks to the end of caches that are larger than 2**32 bytes and take no memory else."""
-    first = 2**32 // problem.k_cache[0].nbytes + 1
-    used = np.arange(problem.block_tables.shape[1]) < -(-problem.seq_lens[:, None] // problem.spec.block_size)
-    problem.block_tables = np.where(used, problem.block_tables + np.int32(first) * used, problem.block_tables)
-    for name in ("k_cache", "v_cache"):
-        small = getattr(problem, name)
-        large = np.empty((first + len(small), *small.shape[1:]), small.dtype)
-        large[first:] = small
-        setattr(problem, name, large)
-
-
-@each_emulated(*DECODE, SPLIT_FP8, PREFILL_CORES, long=(PREFILL, PREFILL_FP8, WGMMA))
+@each_emulated(*DECODE, SPLIT_FP8, SPLIT_INT8, PREFILL_CORES, long=(PREFILL, PREFILL_FP8, PREFILL_INT8, WGMMA))
 def test_caches_of_more_than_4_gib(kernel):
     batch = {"seq_lens": (70, 3), "query_lens": (20, 3) if kernel.is_prefill else None}
     problem = kernel.build(**batch)
     expected, num_blocks = kernel.attend(kernel.build(**batch)), len(problem.k_cache)
-    move_past_4_gib(problem)
+    move_blocks(problem, 2**32 // problem.k_cache[0].nbytes + 1)
     assert_same_bits(kernel.attend(problem, device=LargeCaches(num_blocks)), expected)
 
 
-@each_kernel(*(kernel for kernel in CPU if kernel.spec.is_fp8))
+@each_kernel(*(kernel for kernel in CPU if kernel.spec.kv_format.coded))
 def test_caches_of_more_than_2_31_elements(kernel, open_device):
     problem = kernel.build(block_size=256, num_kv_heads=4, strides="own")
     expected = kernel.attend(problem)
-    move_past_2_31_elements(problem)
+    move_blocks(problem, 2**31 // problem.k_cache[0].size + 1)
     assert_same_bits(kernel.attend(problem), expected)
 
 

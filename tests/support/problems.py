@@ -24,26 +24,23 @@ __all__ = [
     "error_bound",
     "expect",
     "in_layout",
-    "move_past_2_31_elements",
+    "move_blocks",
     "run",
 ]
 
 
-def move_past_2_31_elements(problem: Problem) -> None:
-    """Move an fp8 problem's blocks to the end of caches of more than 2**31 elements.
-
-    Only these blocks are ever touched, so that the rest of the caches takes no memory.
-    """
+def move_blocks(problem: Problem, first: int) -> None:
+    """Move a problem's blocks behind so many others, which no test touches, so that they take no memory."""
     used = np.arange(problem.block_tables.shape[1]) < -(-problem.seq_lens[:, None] // problem.spec.block_size)
-    num_blocks = 2**31 // problem.k_cache[0].size + 1 + len(problem.k_cache)
-    first = num_blocks - len(problem.k_cache)
     problem.block_tables = np.where(used, problem.block_tables + np.int32(first) * used, problem.block_tables)
-    for name in ("k_cache", "v_cache"):
-        small = getattr(problem, name)
-        large = np.empty((num_blocks, *small.shape[1:]), np.uint8)
-        assert first * large.strides[0] >= 2**31
+
+    def moved(small: np.ndarray) -> np.ndarray:
+        large = np.empty((first + len(small), *small.shape[1:]), small.dtype)
         large[first:] = small
-        setattr(problem, name, large)
+        return large
+
+    problem.k_cache, problem.v_cache = moved(problem.k_cache), moved(problem.v_cache)
+    problem.options.update((name, moved(x)) for name, x in problem.options.items() if name in ("k_scales", "v_scales"))
 
 
 def as_torch(x: np.ndarray) -> torch.Tensor:
