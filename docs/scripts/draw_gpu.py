@@ -16,12 +16,22 @@ from draw_performance import DOCS, axis, dot, latest, short, table, with_tables
 PAGES = (DOCS / "performance.md",)
 TABLE = re.compile(r"(<!-- (\w+): written by draw_gpu.py -->\n).*?(<!-- end -->)", re.DOTALL)
 DECODE, PREFILL = "split NHD", "prefill NHD"  # what the times of others are put over
-# By what a bench calls them: what the pages call them, and how the chart draws them.
+# By what `bench decode` calls them: what the pages call them, and how the chart draws them. Of the two forms of SDPA it
+# is the one that people call.
 PEERS = {
     "SDPA": ("SDPA, dense", ACCENT),
     "Triton": ("Triton, paged", WHITE),
     "FlexAttention": ("FlexAttention, dense", INK),
+    "cuDNN": ("cuDNN, paged", COLOURS[0]),
+    "FlashInfer": ("FlashInfer", COLOURS[1]),
+    "FlashInfer fa2": ("FlashInfer fa2", "#7fbf8c"),
+    "FlashInfer fa3": ("FlashInfer fa3", "#3f8f55"),
+    "FlashInfer XQA": ("FlashInfer XQA", "#1f5f33"),
+    "FlashAttention 2": ("FlashAttention 2", COLOURS[3]),
+    "FlashAttention 3": ("FlashAttention 3", "#a45fc0"),
+    "vLLM Triton": ("vLLM, Triton", GREY),
 }
+LEGEND = 4  # peers in a line
 
 Row = dict[str, Any]
 
@@ -50,6 +60,12 @@ def decode_cells() -> list[dict[str, Row]]:
     return [cell for cell in cells(rows) if DECODE in cell]
 
 
+def peers() -> dict[str, tuple[str, str]]:
+    """Those of PEERS that were timed in a cell."""
+    timed_in = {subject for cell in decode_cells() for subject in cell}
+    return {subject: how for subject, how in PEERS.items() if subject in timed_in}
+
+
 def gpu() -> str:
     """The GPU, and with what the figures were taken."""
     it, (head, *_) = latest("gpu-decode")
@@ -68,18 +84,18 @@ def times(cell: dict[str, Row], subject: str, own: str) -> str:
 
 def decode() -> str:
     """Decode: time, bandwidth, and how many times as long others take."""
-    lines = []
+    lines, others = [], peers()
     for cell in decode_cells():
         row = cell[DECODE]
         lines.append(
             [f"{row['B']} x {row['L']}", f"{row['Hq']} / {row['Hkv']}", str(row["D"]), row["kv"]]
             + [short(row["us"]), f"{row['GB/s']:.0f}", f"{row['share']:.2f}"]
-            + [times(cell, subject, DECODE) for subject in PEERS]
+            + [times(cell, subject, DECODE) for subject in others]
         )
     # Older runs have no read of the same bytes: their share is that of a read of 1 GiB.
     read = "a read of the same bytes" if all("read us" in row for row in timed("gpu-decode")) else "a read"
     header = ["B x L", "heads", "D", "cache", "us", "GB/s", f"share of {read}"]
-    return table([*header, *(f"{name}, times" for name, _ in PEERS.values())], lines)
+    return table([*header, *(f"{name}, times" for name, _ in others.values())], lines)
 
 
 def prefill() -> str:
@@ -124,7 +140,9 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def chart() -> str:
     """Decode on the GPU: the bandwidth of pagedkv as bars, that of others as dots."""
-    found, left, wide, top, high = decode_cells(), 190, 500, 84, 19
+    found, others = decode_cells(), peers()
+    left, wide, high = 190, 500, 19
+    top = 84 + high * ((len(others) - 1) // LEGEND)
     head = latest("gpu-decode")[1][0]
     most = 1000 * -(-head["read GB/s"] // 1000)
     bottom = top + high * len(found)
@@ -134,8 +152,9 @@ def chart() -> str:
 
     parts = [title(20, 28, f"Decode on an {head['device']}: GB/s of K and V"), box(20, 40, 12, 10, COLOURS[2])]
     parts.append(text(38, 49, "pagedkv, paged", 11, fill=GREY))
-    for i, (name, fill) in enumerate(PEERS.values()):
-        parts += [dot(150 + 150 * i, 45, fill), text(160 + 150 * i, 49, name, 11, fill=GREY)]
+    for i, (name, fill) in enumerate(others.values()):
+        x, y = 150 + 150 * (i % LEGEND), 45 + high * (i // LEGEND)
+        parts += [dot(x, y, fill), text(x + 10, y + 4, name, 11, fill=GREY)]
     parts += axis(
         left, wide, top - 8, bottom + 6, [most * i / 5 for i in range(6)], "GB/s; dashed: a kernel that only reads"
     )
@@ -146,7 +165,7 @@ def chart() -> str:
         words = f"{row['B']} x {row['L']}, {row['kv']}, G {row['Hq'] // row['Hkv']}"
         parts.append(text(left - 6, y + 13, words, 11, "end", GREY))
         parts.append(box(left, y + 2, round(at(row["GB/s"]) - left, 1), high - 4, COLOURS[2]))
-        for subject, (_, fill) in PEERS.items():
+        for subject, (_, fill) in others.items():
             if subject in cell:
                 parts.append(dot(at(cell[subject]["GB/s"]), y + high / 2, fill))
     return drawing(bottom + 58, parts)

@@ -10,6 +10,7 @@ import ml_dtypes
 import pytest
 
 import pagedkv
+from pagedkv.bench.gpu.decode_peers import PEERS
 from pagedkv.cpu.attention.decode import SPLIT
 from pagedkv.cpu.attention.tiles import TILE
 
@@ -77,6 +78,27 @@ def test_figures_are_up_to_date(monkeypatch, module):
     pages = "".join(page.read_text(encoding="utf-8") for page in drawn.PAGES)
     assert sorted(match[2] for match in drawn.TABLE.finditer(pages)) == sorted(drawn.TABLES)
     assert drawn.with_tables(pages, drawn.TABLE, drawn.TABLES) == pages, f"run docs/scripts/{module}.py"
+
+
+def test_decode_on_a_gpu_shows_the_peers_that_were_timed(monkeypatch):
+    """Whichever they are; two of them here, the second in one of two cells."""
+    monkeypatch.syspath_prepend(ROOT / "docs" / "scripts")
+    drawn = importlib.import_module("draw_gpu")
+    assert drawn.PEERS.keys() == PEERS.keys() - {"SDPA rows"}
+    cell = {"B": 1, "Hq": 4, "Hkv": 1, "D": 64, "L": 9, "P": 16, "q": "float16", "kv": "float16"}
+    took = {(9, drawn.DECODE): 8, (9, "vLLM Triton"): 10, (17, drawn.DECODE): 16, (17, "vLLM Triton"): 20}
+    took |= {(17, "FlashInfer XQA"): 8, (9, "FlashInfer XQA"): None}
+    rows = [
+        cell | {"L": n, "subject": subject, "us": us, "GB/s": 1.0, "share": 0.5} for (n, subject), us in took.items()
+    ]
+    runs = {"gpu-decode": [{"device": "GPU", "read GB/s": 1.0}, *rows]}
+    monkeypatch.setattr(drawn, "latest", lambda bench: ({}, runs.get(bench, [])))
+    header, _, *lines = [re.split(r" *\| *", line) for line in drawn.decode().splitlines()]
+    assert header[8:-1] == ["FlashInfer XQA, times", "vLLM, Triton, times"]
+    assert [line[8:-1] for line in lines] == [["-", "1.25"], ["0.50", "1.25"]]
+    chart = drawn.chart()
+    assert [name in chart for name in ("vLLM, Triton", "FlashInfer XQA", "SDPA")] == [True, True, False]
+    assert chart.count("<circle") == 2 + 3
 
 
 @pytest.mark.usefixtures("without_lines")
