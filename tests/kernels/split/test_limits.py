@@ -15,7 +15,7 @@ from ...machine_code.measure import loads_by_column
 from ...machine_code.sass import code_of
 from ...support.strategies import long
 
-HALF, WIDENED = ("float16", "float16"), ("bfloat16", "fp8_e4m3")
+HALF, WIDENED, ROWS = ("float16", "float16"), ("bfloat16", "fp8_e4m3"), ("bfloat16", "int8")
 # Compute capability, D, G, dtypes of q and cache, whether logits are modified.
 SHORT = [
     ((8, 0), 128, 8, *HALF, False),
@@ -41,6 +41,9 @@ LONG = [
     ((10, 0), 96, 12, *WIDENED, True),
     ((10, 0), 128, 16, *WIDENED, True),
     ((10, 0), 256, 16, *HALF, True),
+    ((8, 0), 64, 8, *ROWS, True),
+    ((9, 0), 128, 8, *ROWS, True),
+    ((10, 0), 256, 16, *ROWS, True),
 ]
 
 
@@ -75,6 +78,7 @@ def test_usual_variants_fit_twice_and_have_48_kib_in_flight(
     [
         (4, *WIDENED),
         *long([(1, *WIDENED), (8, *WIDENED), (4, "float16", "fp8_e5m2"), (4, "bfloat16", "bfloat16"), (8, *HALF)]),
+        *long([(4, *ROWS), (8, *ROWS)]),
     ],
     ids=str,
 )
