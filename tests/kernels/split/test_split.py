@@ -19,6 +19,7 @@ from ...attention.kernels import (
     MANY_HEADS,
     SPLIT,
     SPLIT_FP8,
+    SPLIT_INT8,
     assert_same_bits,
     decode_kernel,
     each_kernel,
@@ -159,7 +160,10 @@ def test_one_thread_of_a_block_fences_and_only_where_splits_are_merged(monkeypat
     assert sum(lanes) == 3 + 2
 
 
-@each_kernel(SPLIT_FP8.replace("modified", alibi=True), long=(G12.replace("modified", alibi=True),))
+MODIFIED = [kernel.replace("modified", alibi=True) for kernel in (SPLIT_FP8, SPLIT_INT8, G12)]
+
+
+@each_kernel(*MODIFIED[:2], long=MODIFIED[2:])
 def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(kernel, open_device):
     """About two powers of two from one step of a warp to the next, for head 1; the others fall, head 3 by hundreds.
 
@@ -177,11 +181,13 @@ def test_logits_that_rise_slowly_overflow_nothing_and_leave_other_heads_alone(ke
     assert_same_bits((out[:, others], lse[:, others]), expected)
 
 
-@each_kernel(SPLIT, MANY_HEADS)
+@each_kernel(SPLIT, SPLIT_INT8, MANY_HEADS)
 def test_logits_of_up_to_180_million_overflow_nothing_in_float16(kernel, open_device):
     for largest in (1.1e8, 1.8e8, -1.8e8):
         problem = kernel.build(seq_lens=(70,), num_kv_heads=1, scale=largest / 64)
         problem.k_cache[:] = 1
+        if kernel.spec.has_scales:
+            problem.options["k_scales"][:] = 1
         problem.q[:] = (np.arange(kernel.spec.group_size)[:, None] + 1) / kernel.spec.group_size
         out, _ = kernel.attend(problem, open_device)
         assert np.abs(out - expect(problem)[0]).max() <= 1e-3
