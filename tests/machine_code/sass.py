@@ -316,11 +316,14 @@ def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
 
 
 def _densest(words: list[int], targets: dict[int, int]) -> tuple[int, int]:
-    """The shortest loop with the most products, as its first and last instruction's indices; (0, 0) if none has any."""
-    ranges = _loops(words, targets)
-    counted = [(sum(x & 0xFFF in _MMA for x in words[a:b]), a - b, a, b) for a, b in ranges]
-    count, _, first, last = max(counted, default=(0, 0, 0, 0))
-    return (first, last) if count else (0, 0)
+    """The shortest loop with the most products, as its first and last instruction's indices; (0, 0) if none has any.
+
+    A loop around another one that has products does not count.
+    """
+    counted = [(sum(x & 0xFFF in _MMA for x in words[a:b]), a - b, a, b) for a, b in _loops(words, targets)]
+    counted = [each for each in counted if each[0]]
+    inner = [x for x in counted if not any(x[2] <= y[2] and y[3] < x[3] for y in counted)]
+    return max(inner, default=(0, 0, 0, 0))[2:]
 
 
 def moves_between(code: bytes, capability: tuple[int, int]) -> int:

@@ -35,6 +35,7 @@ def test_a_variant_of_prefill_launches_its_kernel_wherever_it_suits():
         scratch=lambda name, nbytes: 0,
         address=lambda name, array: 0,
         launch=lambda kernel, *_: launched.append(kernel),
+        blocks_at_once=lambda *_: 1,
     )
     suited = []
     with (

@@ -6,6 +6,10 @@ USUAL, FEW_ROWS = "[emulator-prefill-tensor cores]", "[emulator-prefill-few rows
 DRAWN = "tests/attention/test_oracle.py::test_drawn_problems_meet_the_error_bound"
 PIVOTS = "tests/attention/test_same_bits.py::test_a_row_has_the_same_bits_in_any_chunk" + USUAL
 WGMMA_STAGES = "tests/kernels/prefill/test_wgmma.py::test_stages_are_used_again[emulator-wgmma-128 dims]"
+WGMMA_ITEMS = (
+    "tests/kernels/prefill/test_wgmma.py::"
+    "test_the_thread_block_that_takes_an_item_changes_no_bits[emulator-wgmma-128 dims]"
+)
 SPLIT_NEEDLE = "tests/attention/test_needles.py::test_a_needle_brings_exactly_its_own_value" + FEW_ROWS
 
 MUTANTS = [
@@ -78,27 +82,39 @@ MUTANTS = [
     ),
     Mutant(
         "wgmma: copies are not fenced before the products",
-        "        wait_all()\n        fence_proxy()\n        full.tell(group, odd)\n",
-        "        wait_all()\n        full.tell(group, odd)\n",
+        "        wait_all()\n        fence_proxy()\n        full.tell(mine)\n",
+        "        wait_all()\n        full.tell(mine)\n",
         WGMMA_STAGES,
     ),
     Mutant(
         "wgmma: products do not wait for what the other warpgroup copies",
-        "            full.wait(group, odd)\n            turn.wait",
-        "            full.tell(uint32(group ^ 1), odd)\n            turn.wait",
+        "            full.wait(mine)\n            turn.wait",
+        "            full.tell(uint32(mine ^ 1))\n            turn.wait",
         WGMMA_STAGES,
     ),
     Mutant(
         "wgmma: copies do not wait until the other warpgroup has read a stage",
-        "            free.wait(group, odd)\n            copy_ahead",
-        "            free.tell(uint32(group ^ 1), odd)\n            copy_ahead",
+        "            free.wait(mine)\n            copy_ahead",
+        "            free.tell(uint32(mine ^ 1))\n            copy_ahead",
         WGMMA_STAGES,
     ),
     Mutant(
         "wgmma: a warpgroup does not wait for its turn",
-        "            turn.wait(group, ALWAYS)\n            multiply_keys",
+        "            turn.wait(group)\n            multiply_keys",
         "            multiply_keys",
         WGMMA_STAGES,
+    ),
+    Mutant(
+        "wgmma: a thread block takes an item before all have read the last one",
+        "            cuda.syncthreads()\n            item, kv_head = load(where, batch)\n",
+        "            item, kv_head = load(where, batch)\n",
+        WGMMA_STAGES,
+    ),
+    Mutant(
+        "wgmma: the counter of items does not end a launch at 0",
+        "uint32(num_items - 1))\n                        number",
+        "uint32(num_items))\n                        number",
+        WGMMA_ITEMS,
     ),
     Mutant(
         "wgmma: ptxas moves the wait for products up among the exponentials",

@@ -100,6 +100,17 @@ class CopyingDevice:
         return self._device.take(name)
 
 
+def few_at_once(open_device, count):
+    """Opens devices that run so many thread blocks at once; a GPU runs as many as it can."""
+
+    def opened(**checks):
+        device = open_device(**checks)
+        device.num_blocks_at_once = count
+        return device
+
+    return opened
+
+
 class OneMemory(EmulatorDevice):
     """An emulator that knows workspaces alone, as a GPU does."""
 

@@ -53,7 +53,7 @@ from .plan import (
     scale_strides,
 )
 
-_STATES = ("prefill_sums", "prefill_states")
+_STATES, _COUNTER = ("prefill_sums", "prefill_states"), "prefill_items"
 
 
 def plan(device: Device, call: AttentionCall) -> Plan:
@@ -94,6 +94,8 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     if not suits_tensor_cores(call):
         return needed
     config = tensor_config(call, capability=capability)
+    if uses_wgmma(config, capability):
+        needed = ((_COUNTER, 4), *needed)
     if not splits_keys(call, config):
         return needed
     num_states = min(_rows_of(call)) * call.spec.num_kv_heads * most_parts(call.options.visible, max_seq_len_of(call))
@@ -110,6 +112,7 @@ class _Kernel(NamedTuple):
     shared_bytes: int
     scalars: tuple[int, ...]  # strides come last
     pointers: tuple[str, ...] = ()
+    is_persistent: bool = False  # thread blocks take items in turn, in a grid of as many as run at once
 
 
 def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
@@ -126,8 +129,10 @@ def _launch(device: Device, call: AttentionCall, kernel: _Kernel) -> Launch:
         *(bits_of(options.scale), bits_of(options.softcap or 0.0)),
         *(bits_of(1.0 if isinstance(x, np.ndarray) else x) for x in (call.k_scale, call.v_scale)),
     )
-    compiled = compile_for(device, kernel.make, kernel.config)
-    return Launch(compiled, kernel.grid, pointers, scalars, kernel.shared_bytes)
+    compiled, grid = compile_for(device, kernel.make, kernel.config), kernel.grid
+    if kernel.is_persistent:
+        grid = (min(grid[0], device.blocks_at_once(compiled, kernel.shared_bytes)), 1, 1)
+    return Launch(compiled, grid, pointers, scalars, kernel.shared_bytes)
 
 
 def _kernels(call: AttentionCall, capability: Capability) -> list[_Kernel]:
@@ -147,7 +152,8 @@ def _on_tensor_cores(call: AttentionCall, capability: Capability) -> list[_Kerne
     if not (few_rows and all_are_few):
         shape = WgmmaShape(config) if on_warpgroups else TileShape(config)
         make = make_prefill_wgmma if on_warpgroups else make_prefill
-        kernels.append(_Kernel(make, config, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides)))
+        kernel = _Kernel(make, config, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides))
+        kernels.append(kernel._replace(pointers=(_COUNTER,), is_persistent=True) if on_warpgroups else kernel)
     if few_rows:
         kernels += _split(call, config, 0 if all_are_few else PART + 1, strides)
     return kernels

@@ -37,8 +37,9 @@ def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS
 
     @device_function
     def store_nothing(output, item, group_size, thread):
-        i = thread
-        while i < uint32(ROWS * ROW_WORDS):
+        first = uint32(0)
+        while first < uint32(ROWS * ROW_WORDS):
+            i = uint32(first + thread)
             row = uint32(item.first_row + uint32(i // uint32(ROW_WORDS)))
             word = uint32(i % uint32(ROW_WORDS))
             if row < item.num_rows:
@@ -48,6 +49,6 @@ def make_store_nothing(rows: int, row_words: int, num_threads: int = NUM_THREADS
                 store_4(target + int64(word) * 4, uint32(0))
                 if word == 0 and address(output.lse) != 0:
                     output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = NONE
-            i = uint32(i + STEP)
+            first = uint32(first + STEP)
 
     return store_nothing

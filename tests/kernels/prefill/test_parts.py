@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import pagedkv
 from pagedkv.cuda import warmup as compiling_ahead
+from pagedkv.cuda.device import LARGEST_GRID_X
 from pagedkv.cuda.plans import prefill as planning
 from pagedkv.kernels.prefill.config import FEW_ROWS as MOST
 from pagedkv.kernels.prefill.config import LONGEST_OF_PARTS, PART
@@ -33,9 +34,14 @@ CAPABILITY = (9, 0)
 SPLIT = FEW_ROWS_SPLIT
 
 
+def device_of(capability):
+    """What a plan asks of a device, which runs as many thread blocks at once as there may be."""
+    return SimpleNamespace(capability=capability, lineinfo=False, blocks_at_once=lambda *_: LARGEST_GRID_X)
+
+
 def launched(problem, capability=CAPABILITY, **changes):
     """The kernels that a call launches, and in which grids."""
-    device = SimpleNamespace(capability=capability, lineinfo=False)
+    device = device_of(capability)
     call = FEW_ROWS.call(problem)._replace(**changes)
     plan = planning.plan(device, call)
     return {launch.kernel.entry.removeprefix("pagedkv_"): launch.grid for launch in plan.launches}
@@ -81,7 +87,7 @@ def test_few_tokens_of_short_sequences_are_for_warpgroups_whatever_else_is_in_th
 def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
     given = []
     monkeypatch.setattr(compiling_ahead, "compile_ahead", lambda decodes, prefills, *_: given.extend(prefills) or [])
-    device = SimpleNamespace(capability=CAPABILITY, lineinfo=False)
+    device = device_of(CAPABILITY)
     for head_dim, many_rows in ((64, "prefill"), (128, "prefill_wgmma")):
         given.clear()
         pagedkv.warmup(8, 2, head_dim, 16, "float16", prefill=True, capabilities=[CAPABILITY])

@@ -25,7 +25,7 @@ from ...attention.kernels import (
     each_kernel,
     new_results,
 )
-from ...support.devices import emulator
+from ...support.devices import emulator, few_at_once
 from ...support.problems import assert_close, expect
 from ...support.strategies import long
 
@@ -84,17 +84,6 @@ def test_counters_are_ready_for_the_next_launch(kernel, open_device):
                 kernel.launch(device, call, *result)
         for result in results:
             assert_same_bits(result, expected)
-
-
-def few_at_once(open_device, count):
-    """Opens devices that run so many thread blocks at once; a GPU runs as many as it can."""
-
-    def opened(**checks):
-        device = open_device(**checks)
-        device.num_blocks_at_once = count
-        return device
-
-    return opened
 
 
 @each_kernel(SPLIT, MANY_HEADS)

@@ -15,20 +15,22 @@ from .shape import PANEL_CHUNKS, ROWS, WARPS, GroupShape, WgmmaShape
 
 
 class Copied(NamedTuple):
-    """What a thread copies of each tile, and where it goes in the first stage."""
+    """What a thread copies of an item, and where it goes: of Q, and in the first stage."""
 
     keys: Any  # Cache, from the thread's chunk on
     values: Any
+    q_place: Any
     k_place: Any
     v_place: Any
+    q_row: Any  # its first row of Q
+    chunk: Any
 
 
 def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
-    """The device functions ``begin``, ``find_rows``, ``copy_keys`` and ``copy_values``.
+    """The device functions ``copied_of``, ``copy_query``, ``find_rows``, ``copy_keys`` and ``copy_values``.
 
-    ``begin(shared, lane, warp, query, k, v, item)`` starts to copy Q, and returns Copied. ``find_rows(pages, first,
-    lane, warp)`` finds rows of the tile that begins with token `first`, which ``copy_keys(copied, stage, rows)`` and
-    ``copy_values`` start to copy.
+    ``find_rows(pages, first, lane, warp)`` finds rows of the tile that begins with token `first`, which
+    ``copy_keys(copied, stage, rows)`` and ``copy_values`` start to copy.
     """
     half = GroupShape(config)
     KEYS, LANES, Q_PANEL, PANEL, VECTOR_BYTES = (
@@ -46,21 +48,26 @@ def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
     )
 
     @device_function
-    def begin(shared, lane, warp, query, k, v, item):
+    def copied_of(shared, lane, warp, k, v):
         group, own_warp = divmod_32(warp, WARPS)
         row, chunk = divmod_32(uint32(uint32(own_warp << 5) + lane), LANES)
         panel, column = divmod_32(chunk, PANEL_CHUNKS)
         place = uint32(shared + uint32(uint32(row * ROW) + uint32(uint32(column ^ uint32(row & 7)) << 4)))
-        q_place = uint32(place + uint32(uint32(panel * Q_PANEL) + uint32(group * (ROWS * ROW))))
-        begin_query(q_place, query, uint32(row + uint32(group * ROWS)), chunk, item, True)
-        place = uint32(place + uint32(uint32(panel * PANEL) + uint32(group * (KEYS * ROW))))
+        of_tile = uint32(place + uint32(uint32(panel * PANEL) + uint32(group * (KEYS * ROW))))
         offset = int64(chunk) * VECTOR_BYTES
         return Copied(
             Cache(k.address + offset, k.block_stride, k.token_stride),
             Cache(v.address + offset, v.block_stride, v.token_stride),
-            uint32(place + K_START),
-            uint32(place + V_START),
+            uint32(place + uint32(uint32(panel * Q_PANEL) + uint32(group * (ROWS * ROW)))),
+            uint32(of_tile + K_START),
+            uint32(of_tile + V_START),
+            uint32(row + uint32(group * ROWS)),
+            chunk,
         )
+
+    @device_function
+    def copy_query(copied, query, item):
+        begin_query(copied.q_place, query, copied.q_row, copied.chunk, item, True)
 
     @device_function
     def find_rows(pages, first, lane, warp):
@@ -75,4 +82,4 @@ def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
     def copy_values(copied, stage, rows):
         copy_rows(uint32(copied.v_place + uint32(stage * TILE_BYTES)), copied.values, rows[0], rows[1], True)
 
-    return Steps(begin, find_rows, copy_keys, copy_values)
+    return Steps(copied_of, copy_query, find_rows, copy_keys, copy_values)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....device.intrinsics.thread import local_array
-from ....device.intrinsics.warp import end_group, wait_but
+from ....device.intrinsics.warp import any_lane, end_group, wait_but
 from ....device.intrinsics.warpgroup import ROW, UNIT, fence_proxy
 from ....device.language import cuda, float32, int64, uint32
-from ....device.source import device_function
+from ....device.source import Steps, device_function
 from ...config import TensorConfig
 from .copies import make_copies
 from .products import make_descriptors, make_products, make_waits
@@ -16,8 +14,12 @@ from .shape import ROWS, WARPS, WgmmaShape
 from .softmax import make_softmax
 
 
-def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
-    """The device function ``attend_tiles(registers, shared, thread, lane, warp, item, ...)``, as in ../loop.py."""
+def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
+    """The device functions ``begin(shared, lane, warp, item, tiles)``, ``attend`` and ``finish(registers)``.
+
+    `begin` starts to copy Q and the first tile of K of an item. ``attend(registers, shared, where, lane, warp, tiles)``
+    goes through its tiles, and leaves the last product running, for which `finish` waits. `where` is the item's slot.
+    """
     KEYS, K_START, V_START, TILE_UNITS = shape.keys, shape.k_start, shape.v_start, shape.tile_bytes // UNIT
     copies, softmax = make_copies(config, shape), make_softmax(config, shape)
     (rows_at, values_at), (multiply_keys, multiply_values) = make_descriptors(shape), make_products(config, shape)
@@ -40,15 +42,20 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
         end_group()
 
     @device_function
-    def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+    def begin(shared, lane, warp, item, tiles):
+        copied = copies.copied_of(shared, lane, warp, tiles.k, tiles.v)
+        copies.copy_query(copied, tiles.query, item)
+        copies.copy_keys(copied, uint32(0), copies.find_rows(tiles.pages, tiles.span.first, lane, warp))
+        end_group()
+
+    @device_function
+    def attend(registers, shared, where, lane, warp, tiles):
         largest_exponent = local_array(1, float32)
         q = rows_at(uint32(shared + uint32(uint32(warp // uint32(WARPS)) * (ROWS * ROW))))
         k_tile, v_tile = rows_at(uint32(shared + K_START)), values_at(uint32(shared + V_START))
-        first, last, stage = span.first, span.last, uint32(0)
-        copied = copies.begin(shared, lane, warp, query, k, v, item)
+        first, last, stage = tiles.span.first, tiles.span.last, uint32(0)
+        pages, copied = tiles.pages, copies.copied_of(shared, lane, warp, tiles.k, tiles.v)
         rows = copies.find_rows(pages, first, lane, warp)
-        copies.copy_keys(copied, stage, rows)
-        end_group()
         later_rows = copies.find_rows(pages, uint32(first + KEYS), lane, warp)
 
         # The first tile has no earlier product to overlap with.
@@ -57,9 +64,9 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
         copy_ahead(copied, first, last, stage, rows, later_rows)
         rows, later_rows = later_rows, copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
         wait_keys(registers.s)
-        softmax.exponentiate(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane)
+        softmax.exponentiate(registers, largest_exponent, where, tiles, first, warp, lane)
         softmax.round_p(registers)
-        while uint32(first + KEYS) <= last:
+        while any_lane(uint32(first + KEYS) <= last):
             first, stage = uint32(first + KEYS), uint32(stage ^ 1)
             publish_copies()
             multiply_keys(registers.s, q, k_tile + int64(stage) * TILE_UNITS)
@@ -68,9 +75,7 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
             copy_ahead(copied, first, last, stage, rows, later_rows)
             rows, later_rows = later_rows, copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
             wait_keys_first(registers.s)
-            has_moved = softmax.exponentiate(
-                registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane
-            )
+            has_moved = softmax.exponentiate(registers, largest_exponent, where, tiles, first, warp, lane)
             softmax.finish_exponentials(registers)
             wait_values(registers.o)
             if has_moved:
@@ -79,6 +84,9 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Any:
             softmax.round_p(registers)
         publish_copies()
         multiply_values(registers.o, registers.p, v_tile + int64(stage) * TILE_UNITS)
+
+    @device_function
+    def finish(registers):
         wait_values(registers.o)
 
-    return attend_tiles
+    return Steps(begin, attend, finish)

@@ -10,6 +10,7 @@ from ..tile import CHUNK, ITEM_WORDS, SYSTEM_BYTES, TileShape
 
 NUM_WARPGROUPS, WARPS, ROWS = 2, 4, 64  # warps and rows of a warpgroup
 PANEL_DIMS, PANEL_CHUNKS = 64, 8
+SLOT_BYTES, NUMBER_AT = 4 * ITEM_WORDS, 24  # of an item in shared memory, and where in it its number is
 # With 64 dims, 32 heads and G = 4, an H200 reaches 326 TFLOP/s by this kernel, and 330 by mma.sync.
 DIMS = (128, 256)
 
@@ -43,10 +44,15 @@ class WgmmaShape(TileShape):
         return 128 if self.config.head_dim <= 128 and not self.config.modified else 64
 
     @property
+    def nbytes(self) -> int:
+        """Two slots for items: one that is computed, and the next one."""
+        return self.item_start + 2 * SLOT_BYTES
+
+    @property
     def stages(self) -> int:
         """Three where shared memory has room for them, so that warpgroups may be half a tile apart; else two."""
         room = self.config.shared_kib * 1024 - SYSTEM_BYTES
-        return 3 if self.q_bytes + 6 * self.tile_bytes + 4 * ITEM_WORDS <= room else 2
+        return 3 if self.q_bytes + 6 * self.tile_bytes + 2 * SLOT_BYTES <= room else 2
 
     # ---- rows in shared memory
 

@@ -19,13 +19,13 @@ def make_softmax(config: TensorConfig, shape: WgmmaShape) -> Steps:
     exponentials, rescale, round_p = make_exponentials(config, shape)
 
     @device_function
-    def exponentiate(registers, largest_exponent, shared, visible, options, span, unit, first, warp, lane):
+    def exponentiate(registers, largest_exponent, where, tiles, first, warp, lane):
         """Turn S into exponentials, and return whether a pivot has moved."""
         mine = uint32(first + uint32(uint32(lane & 3) << 1))
-        logits(registers, options, mine, uint32(0))
-        if uint32(first - span.unmasked) >= span.num_unmasked:
-            hide_unseen(registers, visible, shared, mine, warp, uint32(lane >> 2))
-        return exponentials(registers, largest_exponent, unit)
+        logits(registers, tiles.options, mine, uint32(0))
+        if uint32(first - tiles.span.unmasked) >= tiles.span.num_unmasked:
+            hide_unseen(registers, tiles.visible, where, mine, warp, uint32(lane >> 2))
+        return exponentials(registers, largest_exponent, tiles.unit)
 
     @device_function
     def finish_exponentials(registers):
