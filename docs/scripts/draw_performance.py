@@ -68,6 +68,7 @@ TARGETS = {
     "wgmma: before wgmma": ("prefill, wgmma", "instructions from the barrier to the first product"),
     "wgmma: wavefronts": ("prefill, wgmma", "passes over shared memory, over the fewest"),
     "wgmma: KV sectors": ("prefill, wgmma", "sectors of K and V, over the fewest"),
+    "wgmma: written sectors": ("prefill, wgmma", "sectors of the output, over the fewest"),
     "external": ("all", "calls of missing functions"),
 }
 AT_LEAST = {"K load B", "split: KV in flight KiB"} | {name for name in TARGETS if "thread blocks" in name}

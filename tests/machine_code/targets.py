@@ -83,6 +83,7 @@ def _wgmma_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
     plain = [row for row in all_ if row["case"] == "-"]
     result = [(f"wgmma: {name}", all_, name, 0.0, 1) for name in ("spill B", "stack B", "moves", "late MUFU")]
     limits = (("other/tile", 490.0), ("before wgmma", 12.0), ("wavefronts", 1.01), ("KV sectors", 1.01))
+    limits += (("written sectors", 1.0),)
     return result + [(f"wgmma: {name}", plain, name, limit, 1) for name, limit in limits]
 
 

@@ -193,7 +193,8 @@ def _prefill(variant: Variant) -> Work:
                 **{"backend": "emulator", **coded, **options},
             )
 
-    return Work(call, {"KV": (("k_cache", "v_cache"), visible)})
+    written = (("out",), q.nbytes) if variant.kernel == WGMMA else None
+    return Work(call, {"KV": (("k_cache", "v_cache"), visible)}, written)
 
 
 def _split_tokens(variant: Variant) -> int:

@@ -117,6 +117,12 @@ MUTANTS = [
         WGMMA_ITEMS,
     ),
     Mutant(
+        "wgmma: a lane loads chunks of a row before others have stored their words",
+        "        sync_warp()\n        for_each(store_chunk",
+        "        for_each(store_chunk",
+        WGMMA_STAGES,
+    ),
+    Mutant(
         "wgmma: ptxas moves the wait for products up among the exponentials",
         "            softmax.finish_exponentials(registers)\n",
         "",

@@ -34,7 +34,7 @@ from ..items import is_split, make_find_item, make_item_store
 from ..output import make_store_nothing
 from .loop import make_attend_tiles
 from .prologue import make_prologue
-from .registers import make_registers, make_start, make_store_rows
+from .registers import make_registers, make_start, make_store_rows, make_store_words
 from .tile import SWIZZLED, TileShape
 
 
@@ -50,7 +50,8 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignme
     ROWS, GROUP_SIZE, prologue = shape.rows, config.group_size, make_prologue(config, shape)
     MODIFIED, (store_item, load_item) = config.modified, make_item_store(shape.item_start)
     find_item, registers_of = make_find_item(ROWS), make_registers(shape)
-    start, store_rows = make_start(config, shape), make_store_rows(config, shape)
+    start, store_words = make_start(config, shape), make_store_words(config, shape)
+    store_rows = make_store_rows(config, shape, store_words)
     store_nothing = make_store_nothing(ROWS, config.head_dim // 2, shape.num_threads)
 
     def prefill(
@@ -113,7 +114,7 @@ def kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignme
         lane, warp = uint32(thread & 31), uint32(thread >> 5)
         tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
         output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)
-        store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
+        store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3), shared)
 
     return KernelSource(prefill, signature(12), shape.num_threads, **facts)
 

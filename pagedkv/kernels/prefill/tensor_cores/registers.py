@@ -99,27 +99,51 @@ def make_start(config: TensorConfig, shape: TileShape) -> Any:
     return start
 
 
-def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``store_rows(registers, output, item, warp, g, t)``: O goes to `out`, and the LSE."""
-    OF_ROWS, DIM_TILES, TILES, GROUP_SIZE = 2 * shape.row_tiles, 2 * shape.k_steps, shape.chunks, config.group_size
-    pack, row_of = pack_of(config.q_kind), make_row_of(shape)
+def make_pair_of_row(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``pair_of_row(n, i, o, factor)``: a lane's word of chunk n of its i-th row of O, rounded."""
+    DIM_TILES, pack = 2 * shape.k_steps, pack_of(config.q_kind)
 
     @device_function
-    def store_pair(n, i, o, target, factor, is_inside):
+    def pair_of_row(n, i, o, factor):
         at = 4 * (i // 2 * DIM_TILES + n) + 2 * (i % 2)
         # Without keys, values may still be NaN.
         zero = float32(0)
         first, second = float32(o[at] * factor), float32(o[at + 1] * factor)
-        word = pack(first if factor != zero else zero, second if factor != zero else zero)
+        return pack(first if factor != zero else zero, second if factor != zero else zero)
+
+    return pair_of_row
+
+
+def make_store_words(config: TensorConfig, shape: TileShape) -> Any:
+    """The device function ``store_words(i, o, shared, target, factor, is_inside, g, t)``: a lane stores 4 bytes."""
+    CHUNKS, pair_of_row = shape.chunks, make_pair_of_row(config, shape)
+
+    @device_function
+    def store_word(n, i, o, target, factor, is_inside):
+        word = pair_of_row(n, i, o, factor)
         if is_inside:
             store_4(target + 16 * n, word)
+
+    @device_function
+    def store_words(i, o, shared, target, factor, is_inside, g, t):
+        for_each(store_word, CHUNKS, (i, o, target + int64(t) * 4, factor, is_inside))
+
+    return store_words
+
+
+def make_store_rows(config: TensorConfig, shape: TileShape, store_row_of_o: Any) -> Any:
+    """The device function ``store_rows(registers, output, item, warp, g, t, shared)``: O goes to `out`, and the LSE.
+
+    `store_row_of_o` is `store_words` or a function like it, which the whole warp calls for a row of each quad.
+    """
+    OF_ROWS, GROUP_SIZE, row_of = 2 * shape.row_tiles, config.group_size, make_row_of(shape)
 
     @device_function
     def add_lanes(i, sums):
         sums[i] = sum_of_quad(sums[i])
 
     @device_function
-    def store_row(i, registers, output, item, warp, g, t):
+    def store_row(i, registers, output, item, warp, g, t, shared):
         row = uint32(item.first_row + row_of(i, warp, g))
         # No branch around all of it: with 3 heads to a KV head, NVVM left jumps to a block that it had removed.
         is_inside = row < item.num_rows
@@ -128,15 +152,14 @@ def make_store_rows(config: TensorConfig, shape: TileShape) -> Any:
         sink = output.sinks[int64(output.head) + int64(head)] if has_sink else float32(0)
         factor, lse = finish(registers.sums[i], registers.shifts[i], has_sink, sink)
         target = output.address + int64(token) * output.token_stride + int64(head) * output.head_stride
-        args = (i, registers.o, target + int64(t) * 4, float32(factor * output.v_factor), is_inside)
-        for_each(store_pair, TILES, args)
+        store_row_of_o(i, registers.o, shared, target, float32(factor * output.v_factor), is_inside, g, t)
         if is_inside and t == 0 and address(output.lse) != 0:
             output.lse[output.lse_row + int64(token) * output.num_heads + int64(head)] = lse
 
     @device_function
-    def store_rows(registers, output, item, warp, g, t):
+    def store_rows(registers, output, item, warp, g, t, shared):
         # Lanes are added before any branch: after one, the compiler does not know that the warp is whole.
         for_each(add_lanes, OF_ROWS, (registers.sums,))
-        for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t))
+        for_each(store_row, OF_ROWS, (registers, output, item, warp, g, t, shared))
 
     return store_rows

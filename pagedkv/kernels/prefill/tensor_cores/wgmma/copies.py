@@ -33,19 +33,10 @@ def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
     ``copy_keys(copied, stage, rows)`` and ``copy_values`` start to copy.
     """
     half = GroupShape(config)
-    KEYS, LANES, Q_PANEL, PANEL, VECTOR_BYTES = (
-        half.keys,
-        half.lanes,
-        shape.q_panel_bytes,
-        shape.panel_bytes,
-        config.vector_bytes,
-    )
-    K_START, V_START, TILE_BYTES = shape.k_start, shape.v_start, shape.tile_bytes
-    begin_query, find_row, copy_rows = (
-        make_begin_query(config, half),
-        make_find_row(config, half),
-        make_copy_rows(config, half),
-    )
+    KEYS, LANES, Q_PANEL, PANEL = half.keys, half.lanes, shape.q_panel_bytes, shape.panel_bytes
+    K_START, V_START, TILE_BYTES, VECTOR_BYTES = shape.k_start, shape.v_start, shape.tile_bytes, config.vector_bytes
+    begin_query, find_row = make_begin_query(config, half), make_find_row(config, half)
+    copy_rows = make_copy_rows(config, half)
 
     @device_function
     def copied_of(shared, lane, warp, k, v):

@@ -31,6 +31,7 @@ from ..registers import make_registers, make_start, make_store_rows
 from .in_step import make_attend_in_step
 from .in_turns import make_attend_in_turns
 from .items import Batch, Outputs, make_items
+from .output import make_store_vectors
 from .shape import WgmmaShape
 
 
@@ -68,7 +69,8 @@ def make_prefill_wgmma(config: TensorConfig) -> KernelSource:
     """The kernel of all rows of all sequences, which attend to the keys that they see."""
     shape, GROUP_SIZE, MODIFIED = WgmmaShape(config), config.group_size, config.modified
     prologue, items, registers_of = make_prologue(config, shape), make_items(config, shape), make_registers(shape)
-    start, store_rows = make_start(config, shape), make_store_rows(config, shape)
+    start, store_rows = make_start(config, shape), make_store_rows(config, shape, make_store_vectors(config, shape))
+    STORED, STORED_BYTES = shape.stored_start, shape.stored_bytes
     make_attend = make_attend_in_turns if shape.stages == 3 else make_attend_in_step
     attend = make_attend(config, shape)
 
@@ -134,7 +136,8 @@ def make_prefill_wgmma(config: TensorConfig) -> KernelSource:
                 attend.begin(shared, lane, warp, later, tiles_of(arrays, later, later_head))
             attend.finish(registers)
             output = items.output_of(outputs, item, kv_head)
-            store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3))
+            place = uint32(uint32(shared + STORED) + uint32(warp * STORED_BYTES))
+            store_rows(registers, output, item, warp, uint32(lane >> 2), uint32(lane & 3), place)
             item, kv_head = later, later_head
 
     return KernelSource(prefill, signature(12, INTS), shape.num_threads, is_specific=True)

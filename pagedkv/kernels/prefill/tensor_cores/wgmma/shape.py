@@ -57,6 +57,16 @@ class WgmmaShape(TileShape):
     # ---- rows in shared memory
 
     @property
+    def stored_start(self) -> int:
+        """Where rows of O stand before they are stored: in the second stage of K, which the next item uses later."""
+        return self.k_start + self.tile_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of 8 rows of O, which a warp stores at once."""
+        return 8 * self.chunks * CHUNK
+
+    @property
     def row_bytes(self) -> int:
         return ROW
 
