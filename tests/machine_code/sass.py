@@ -26,7 +26,8 @@ _BRANCH, _UNIFORM_BRANCH = 0x947, 0x547  # BRA, and BRA.U, whose predicate is in
 _EXIT = 0x94D
 _WGMMA = (0x9F0, 0xDF0)  # HGMMA, with A in shared memory and in registers
 _MMA, _LOAD_MATRICES = (0x23C, *_WGMMA), 0x83B  # HMMA, LDSM
-_WARPGROUP, _EXPONENTIAL = 0x9C5, 0x308  # WARPGROUP.ARRIVE and .DEPBAR, MUFU
+_WARPGROUP = 0x9C5  # WARPGROUP.ARRIVE and .DEPBAR
+_MUFU, _EX2 = 0x308, 2  # and which function it computes, in bits 74 to 77
 _MOVE, _MULTIPLY_AND_ADD, _ZERO = 0x002, 0x024, 255  # MOV and IMAD, in the low 9 bits; register RZ
 _MOVE_REGISTER = 0x202  # of another vector register, and not of a uniform one or a constant
 _ALWAYS = 7
@@ -374,7 +375,7 @@ def overlap_of(code: bytes, capability: tuple[int, int]) -> Overlap:
     product = next(at for at in range(first, last) if words[at] & 0xFFF in _WGMMA)
     barrier = max(at for at in range(first, product) if words[at] & 0xFFF in (_BARRIER, _NAMED_BARRIER))
     waits = [at for at in range(first, last) if words[at] & 0xFFF == _WARPGROUP and words[at] >> 47 & 1]
-    exponentials = [at for at in range(first, last) if words[at] & 0xFFF == _EXPONENTIAL]
+    exponentials = [at for at in range(first, last) if words[at] & 0xFFF == _MUFU and words[at] >> 74 & 15 == _EX2]
     return Overlap(product - barrier, sum(not waits[0] < at < waits[-1] for at in exponentials))
 
 

@@ -52,6 +52,8 @@ class SharedRaces:
         count = len(frame.shared) >> self.shift
         self.writes = np.full(count, -1, np.int64)
         self.reads = np.full(count, -1, np.int64)
+        # By warp, its last read: one of several readers may be known to have read when others have not.
+        self.read_by = sparse_zeros(frame.warps_per_cta * count, np.int64).reshape(frame.warps_per_cta, count)
         self.readers = np.zeros(count, np.uint32)  # bit mask of the warps that read since the last write
         self.lanes_read = np.zeros(count, np.uint32) if by_lane else None  # and of the lanes in them
         self.warp_bit = np.left_shift(np.uint32(1), frame.warp_in_cta.astype(np.uint32))
@@ -72,9 +74,10 @@ class SharedRaces:
         own = np.maximum(order.seen[cta, w, w], order.warp_synced[lane])
         bad = when >= np.where(v == w, own, order.seen[cta, w, v])
         if g is not None and many.any():
+            bad &= ~many
             for x in range(f.warps_per_cta):
                 has = many & ((self.readers[g] >> np.uint32(x)) & np.uint32(1)).astype(np.bool_)
-                bad |= has & (when >= np.where(w == x, own, order.seen[cta, w, x]))
+                bad |= has & (self.read_by[x, g] >> TIME >= np.where(w == x, own, order.seen[cta, w, x]))
         if order.precise and bad.any():
             c = np.flatnonzero(bad)
             bad[c] = self._unordered_threads(lane[c], when[c], who[c], None if g is None else g[c])
@@ -85,11 +88,14 @@ class SharedRaces:
     ) -> np.ndarray:
         """As `_unordered`, from what threads know of single threads."""
         f, k = self.frame, np.arange(len(lane))
-        late = when[:, None] >= self.order.rows(lane)
+        rows = self.order.rows(lane)
+        late = when[:, None] >= rows
         late[k, lane % f.num_threads] = False
         bad = late[k, np.where(who == _MANY, 0, who) % f.num_threads]
         if g is not None and (who == _MANY).any():
             warps, lanes = f.warp_in_cta[: f.num_threads], f.lane[: f.num_threads]
+            late = rows <= (self.read_by[:, g][warps].T >> TIME)
+            late[k, lane % f.num_threads] = False
             read = self.readers[g][:, None] >> warps.astype(np.uint32) & np.uint32(1)
             if self.lanes_read is not None:
                 read &= self.lanes_read[g][:, None] >> lanes.astype(np.uint32)
@@ -195,6 +201,7 @@ class SharedRaces:
             self.lanes_read[g] = np.where(live, self.lanes_read[g], np.uint32(0))
             np.bitwise_or.at(self.lanes_read, g, self.lane_bit[thread])
         self.reads[g], self.readers[g] = new, readers
+        self.read_by[self.frame.warp_in_cta[thread], g] = mine
         lost = self.reads[g] != new  # several lanes of this load read one granule
         if lost.any():
             self.reads[g[lost]] |= _MANY << LANE

@@ -174,6 +174,18 @@ def test_named_barriers(one):
         emulated(named(True, producer_wait=False), [U], shared=SHARED)
 
 
+def test_a_reader_that_has_told_a_writer_may_have_read_before_another_reader(one):
+    """Warp 0 reads and tells warp 1, which reads the same words later, waits for that, and stores."""
+    text = """mov.u32 %r20, buf; and.b32 %r21, %lid, 31; shl.b32 %r22, %r21, 2; add.u32 %r22, %r20, %r22;
+    setp.lt.u32 %p1, %lid, 32; @!%p1 bra $read; st.shared.u32 [%r22], 7; $read: bar.sync 0, 64; @!%p1 bra $writer;
+    ld.shared.u32 %o0, [%r22]; bar.arrive 1, 64; bra $done;
+    $writer: ld.shared.u32 %o0, [%r22]; WAIT st.shared.u32 [%r22], 8; $done:"""
+    for seed in (None, 1, 2, 3):
+        assert (one(text.replace("WAIT", "bar.sync 1, 64;"), [U], shared=SHARED, seed=seed) == 7).all()
+    with pytest.raises(RaceFault, match="store of a location read by"):
+        emulated(text.replace("WAIT", ""), [U], shared=SHARED)
+
+
 def test_barrier_counts(one):
     groups = """shr.u32 %r1, %lid, 5; add.u32 %r1, %r1, 1; mov.u32 %r20, buf; shl.b32 %r21, %lid, 2;
     add.u32 %r22, %r20, %r21;

