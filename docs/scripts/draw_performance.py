@@ -69,6 +69,13 @@ TARGETS = {
     "wgmma: wavefronts": ("prefill, wgmma", "passes over shared memory, over the fewest"),
     "wgmma: KV sectors": ("prefill, wgmma", "sectors of K and V, over the fewest"),
     "wgmma: written sectors": ("prefill, wgmma", "sectors of the output, over the fewest"),
+    "stretches: spill B": ("prefill, few KV heads", "bytes spilled or on the stack"),
+    "stretches: stack B": ("prefill, few KV heads", "bytes spilled or on the stack"),
+    "stretches: moves": ("prefill, few KV heads", "vector moves in the loop of wgmma"),
+    "stretches: other/mma": ("prefill, few KV heads", "other instructions for each mma"),
+    "stretches: other/tile": ("prefill, few KV heads", "other instructions for each tile and warp, wgmma"),
+    "stretches: wavefronts": ("prefill, few KV heads", "passes over shared memory, over the fewest"),
+    "stretches: KV sectors": ("prefill, few KV heads", "sectors of K and V, over the fewest"),
     "external": ("all", "calls of missing functions"),
 }
 AT_LEAST = {"K load B", "split: KV in flight KiB"} | {name for name in TARGETS if "thread blocks" in name}

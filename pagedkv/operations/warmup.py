@@ -22,7 +22,7 @@ _KERNELS = {"vllm": ("v1", "v2"), "NHD": ("split",), "HND": ("split",)}
 # Kernel "split" is compiled with or without softcap and ALiBi; v1 and v2 decide when they run.
 _SOFTCAPS = {"vllm": (None,), "NHD": (None, 1.0), "HND": (None, 1.0)}
 # A prefill of this many tokens, in tables for this length, needs every kernel that other calls may need.
-_PREFILL_TOKENS, _PREFILL_LENGTH = 64, 4096
+_PREFILL_TOKENS, _PREFILL_LENGTHS = 64, (4096, 2**20)
 
 
 def warmup(
@@ -135,9 +135,13 @@ def warmup(
         for softcap in _SOFTCAPS[layout]
     ]
     prompt = np.zeros((_PREFILL_TOKENS, *q.shape[1:]), q_dtype)
-    wide, starts = np.zeros((1, -(-_PREFILL_LENGTH // block_size)), np.int32), np.array([0, 1], np.int32)
-    ragged = partial(attention, q=prompt, block_tables=wide, seq_lens=lengths, query_starts=starts, ragged=True)
-    prefills = [attention_call(ragged(softcap=softcap)) for softcap in (None, 1.0) if prefill]
+    ragged = partial(attention, q=prompt, seq_lens=lengths, query_starts=np.array([0, 1], np.int32), ragged=True)
+    prefills = [
+        attention_call(ragged(block_tables=np.zeros((1, -(-length // block_size)), np.int32), softcap=softcap))
+        for length in _PREFILL_LENGTHS
+        for softcap in (None, 1.0)
+        if prefill
+    ]
     written = caches | {"k": k, "v": v, "slots": slots, "check": check}
     writes = [write_call(**written)]
     gather = gather_call(**caches, block_table=table[0], seq_len=1)

@@ -22,10 +22,13 @@ from .kernels import (
     NO_WARPGROUPS,
     ONE_STAGE,
     OPTIONS,
+    PREFILL_FP8,
     PREFILL_INT8,
     PREFILLS,
+    STRETCHES,
     VLLM,
     WGMMA,
+    WGMMA_STRETCHES,
     Kernel,
     decode_kernel,
     prefill_kernel,
@@ -176,6 +179,17 @@ WGMMAS = (
     prefill_kernel("128 dims with options", "wgmma", **WITH_OPTIONS, head_dim=128, group_size=130, softcap=3.0),
     prefill_kernel("256 dims with options", "wgmma", **WITH_OPTIONS, head_dim=256, group_size=3, alibi=True),
 )
+STRETCH_KERNELS = (
+    *(STRETCHES, WGMMA_STRETCHES),
+    *(
+        replace(kernel, name=f"stretches, {kernel.name}", stretch=128)
+        for kernel in (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, *WGMMAS[1:])
+    ),
+    *(
+        replace(MORE_PREFILLS[name], name=f"stretches, {name}", stretch=64)
+        for name in ("8 dims", "128 dims", "fp8 as float16", "int8 with options", "score_mod")
+    ),
+)
 
 
 @st.composite
@@ -315,6 +329,7 @@ def on_devices() -> Iterator[Source]:
     yield from each(prefills, 4, [*PREFILLS, *MORE_PREFILLS.values()], PREFILLS)
     yield from each(few_rows, 2, FEW_ROW_KERNELS, [FEW_ROWS, FEW_ROW_KERNELS[3]])
     yield from each(prefills, 5, WGMMAS, [WGMMA])
+    yield from each(prefills, 4, STRETCH_KERNELS, [STRETCHES])
 
 
 def on_the_cpu() -> Iterator[Source]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pagedkv.calls import AttentionArguments, AttentionCall
 from pagedkv.cuda import driver
 from pagedkv.cuda.plans import attention
+from pagedkv.cuda.plans import prefill as planning
 from pagedkv.cuda.plans.plan import run_plan
 from pagedkv.kernels.prefill.config import PART
 from pagedkv.kernels.split.config import SHORTEST_SPLIT
@@ -37,12 +39,16 @@ class Kernel:
         What it is compiled for, in a batch of sequences of which each is another case.
     capability : (int, int)
         What an emulator says it has; a GPU has its own.
+    stretch : int or None
+        Tokens after which the sums of rows begin anew in prefill, whatever the number of KV heads; None for what calls
+        of users have.
     """
 
     kernel: str
     name: str
     spec: Spec
     capability: tuple[int, int] = (9, 0)
+    stretch: int | None = None
 
     def __str__(self) -> str:
         suffix = "" if self.capability == (9, 0) else "-cc{}.{}".format(*self.capability)
@@ -80,7 +86,9 @@ class Kernel:
     def launch(self, device: Any, call: AttentionCall, out: np.ndarray, lse: np.ndarray | None) -> None:
         """Run a call on a device that is open."""
         device = with_capability(device, self.capability)
-        plan = attention.plan(device, call._replace(out=out))
+        shared = {"STRETCH": self.stretch, "FEW_KV_HEADS": 99} if self.stretch else {"STRETCH": planning.STRETCH}
+        with patch.multiple(planning, **shared):
+            plan = attention.plan(device, call._replace(out=out))
         run_plan(device, plan, call.q, call.caches, out, lse)
 
     def attend(
@@ -199,6 +207,9 @@ PREFILLS = (PREFILL, OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, PREFILL_CORE
 FEW = {"seq_lens": (FEW_ROWS_SPLIT + 9, 600, 0), "query_lens": (4, 8, 0)}
 FEW_ROWS = replace(PREFILL, name="few rows, tensor cores", spec=PREFILL.spec.replace(**FEW))
 WGMMA = prefill_kernel("128 dims", "wgmma", **HALF, head_dim=128, group_size=3)
+# Those of few KV heads, whose thread blocks share the keys of rows.
+STRETCHES = replace(PREFILL, name="stretches", stretch=64)
+WGMMA_STRETCHES = replace(WGMMA, name="stretches", stretch=128)
 
 CPU_DECODE = (
     cpu_kernel("decode", kv_dtype="float32", head_dim=64),
@@ -220,11 +231,11 @@ CPU_PREFILL = (
 )
 CPU = (*CPU_DECODE, *CPU_PREFILL)
 # Every kernel on a device; in the short run those of prefill that have the most of their own.
-ON_DEVICE = (*DECODE, SPLIT_FP8, SPLIT_INT8, *BOTH_PREFILLS, FEW_ROWS, WGMMA)
+ON_DEVICE = (*DECODE, SPLIT_FP8, SPLIT_INT8, *BOTH_PREFILLS, FEW_ROWS, WGMMA, STRETCHES)
 # Those whose launches take long in the emulator.
-SLOW = (FEW_ROWS, WGMMA)
+SLOW = (FEW_ROWS, WGMMA, STRETCHES)
 QUICK = (*CPU, *(kernel for kernel in ON_DEVICE if kernel not in SLOW))
-LONG = (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, PREFILL_VLLM)
+LONG = (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, PREFILL_VLLM, WGMMA_STRETCHES)
 ALL = (*CPU, *ON_DEVICE)
 
 

@@ -18,6 +18,7 @@ from .kernels import (
     PREFILLS,
     SPLIT_FP8,
     STAGES_OF_16,
+    STRETCHES,
     V1,
     V2,
     WGMMA,
@@ -58,7 +59,7 @@ def needles_of(kernel):
 @each_kernel(
     *(*CPU_DECODE, *CPU_PREFILL, V1, V2, SPLIT_KERNEL, SPLIT_FP8, CUDA_CORES, MANY_HEADS, STAGES_OF_16),
     *(kernel for kernel in PREFILLS if kernel not in LONG),
-    *(FEW_ROWS, WGMMA),
+    *(FEW_ROWS, WGMMA, STRETCHES),
     long=LONG,
 )
 def test_a_needle_brings_exactly_its_own_value(kernel, open_device):

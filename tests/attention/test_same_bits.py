@@ -7,7 +7,7 @@ import numpy as np
 from pagedkv.kernels.prefill.config import FEW_ROWS as MOST_FEW_ROWS
 
 from ..support.problems import assert_close
-from .drawn import FEW_ROW_KERNELS, WGMMAS
+from .drawn import FEW_ROW_KERNELS, STRETCH_KERNELS, WGMMAS
 from .kernels import (
     ALL,
     BOTH_PREFILLS,
@@ -22,6 +22,7 @@ from .kernels import (
     PREFILL_INT8,
     SPLIT,
     STAGES_OF_16,
+    STRETCHES,
     WGMMA,
     Kernel,
     assert_same_bits,
@@ -93,10 +94,13 @@ def test_the_bits_are_the_same_for_any_block_size(kernel, open_device):
     assert_same_elsewhere(kernel, open_device, expected, block_size=kernel.spec.block_size)
 
 
-MORE_CHUNKS = (*(kernel for kernel in LONG if kernel is not PREFILL_INT8), *WGMMAS[1:], *FEW_ROW_KERNELS[1:])
+MORE_CHUNKS = (
+    *(kernel for kernel in LONG if kernel not in (PREFILL_INT8, *STRETCH_KERNELS)),
+    *(*WGMMAS[1:], *FEW_ROW_KERNELS[1:], *STRETCH_KERNELS[1:]),
+)
 
 
-@each_kernel(*CPU_PREFILL, *BOTH_PREFILLS, PREFILL_INT8, FEW_ROWS, WGMMA, long=MORE_CHUNKS)
+@each_kernel(*CPU_PREFILL, *BOTH_PREFILLS, PREFILL_INT8, FEW_ROWS, WGMMA, STRETCHES, long=MORE_CHUNKS)
 def test_a_row_has_the_same_bits_in_any_chunk(kernel, open_device):
     """With a scale of 4, pivots of some rows move in most tiles, and those of their neighbours do not."""
     length = query_len = 270 if kernel.kernel == "wgmma" else 150

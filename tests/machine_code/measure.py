@@ -17,13 +17,13 @@ from pagedkv.emulator import BufferTraffic, EmulatorDevice, LaunchStats
 from pagedkv.kernels.device.sizes import ELEMENT_BITS
 
 from .sass import code_of, copies_of, loads_of, loop_of, moves_between, overlap_of, products_of
-from .variants import WGMMA, WORK, Variant, Work
+from .variants import STRETCHES, WGMMA, WORK, Variant, Work
 
 COUNTED = EmulatorDevice.capability
 SECTOR_BYTES = 32
 UNIT_BYTES = 512  # one 16-byte load by each lane of a warp
 NARROWEST = 8  # narrowest load of q, K or V, in bytes
-PREFILL = ("prefill", "prefill_split", WGMMA)
+PREFILL = ("prefill", "prefill_split", WGMMA, *STRETCHES)
 ATTENTION = ("v1", "v2", "split", *PREFILL)
 
 
@@ -95,11 +95,11 @@ def measure(variant: Variant, capability: Capability) -> Row:
         row["merge in flight KiB"] = max(x.in_flight for x in loads_of(code, strong=True)) * 32 * warps / 1024
         row["loop instr/512B"] = _loop_instructions(code, capability)
         row["partials"] = stats and _partials(stats) / work.read["KV"][1]
-    if variant.kernel == "prefill":
+    if variant.kernel in ("prefill", STRETCHES[0]):
         loop = products_of(code, capability)
         row["other/mma"] = loop and (loop.instructions - loop.mma) / loop.mma
         row["ldmatrix/mma"] = loop and loop.load_matrices / loop.mma
-    if variant.kernel == WGMMA:
+    if variant.kernel in (WGMMA, STRETCHES[1]):
         loop = products_of(code, capability)
         row["other/tile"] = loop and loop.instructions - loop.mma
         row["moves"] = moves_between(code, capability)

@@ -279,7 +279,7 @@ class Products(NamedTuple):
 
 
 def products_of(code: bytes, capability: tuple[int, int]) -> Products | None:
-    """The loop with the most instructions that multiply, the shortest of several.
+    """The loop with the most instructions that multiply, the shortest of several, and none around another such loop.
 
     The turn before the last copies nothing, and is shorter than the others: paths with the most copies count.
 

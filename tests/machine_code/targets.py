@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagedkv.bench.report import Row
 
-from .variants import SHORT, WGMMA
+from .variants import SHORT, STRETCHES, WGMMA
 
 
 def _split_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
@@ -87,6 +87,14 @@ def _wgmma_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, in
     return result + [(f"wgmma: {name}", plain, name, limit, 1) for name, limit in limits]
 
 
+def _stretches_targets(rows: list[Row]) -> list[tuple[str, list[Row], str, float, int]]:
+    """For the kernels of few KV heads, as `_split_targets`: their loops are those of prefill and wgmma."""
+    all_ = [row for row in rows if row["kernel"] in STRETCHES]
+    limits = (("spill B", 0.0), ("stack B", 0.0), ("moves", 0.0), ("other/mma", 2.0), ("other/tile", 480.0))
+    limits += (("wavefronts", 1.01), ("KV sectors", 1.01))
+    return [(f"stretches: {name}", all_, name, limit, 1) for name, limit in limits]
+
+
 def targets(rows: list[Row]) -> list[Row]:
     """Each target, its worst row, and whether that reaches it.
 
@@ -97,7 +105,7 @@ def targets(rows: list[Row]) -> list[Row]:
     most = {"spill B": 0, "stack B": 0, "K sectors": 1.05, "V sectors": 1.05}
     wanted = [(name, grid, name, float(limit), 1) for name, limit in most.items()]
     wanted += [("K load B", grid, "K load B", 16, -1), *_split_targets(rows), *_prefill_targets(rows)]
-    wanted += _wgmma_targets(rows)
+    wanted += [*_wgmma_targets(rows), *_stretches_targets(rows)]
     wanted.append(("external", rows, "external", 0, 1))
     result = []
     for label, among, name, limit, sign in wanted:

@@ -10,7 +10,7 @@ from pagedkv.cuda.plans import prefill
 
 from .__main__ import CAPABILITIES
 from .measure import emulated_on
-from .variants import LOGITS, NUM_HEADS, WGMMA, WORK, Variant, variants
+from .variants import LOGITS, NUM_HEADS, STRETCHES, WGMMA, WORK, Variant, variants
 
 
 def test_variants_are_different_and_cover_every_kernel():
@@ -29,7 +29,7 @@ def test_work_beside_the_grid_counts_the_bytes_that_are_visible():
 def test_a_variant_of_prefill_launches_its_kernel_wherever_it_suits():
     """Compiles nothing: a kernel is the name of what makes it."""
     launched = []
-    names = {"prefill": "make_prefill", "prefill_split": "make_prefill_split", WGMMA: "make_prefill_wgmma"}
+    names = {kernel: f"make_{kernel}" for kernel in ("prefill", "prefill_split", WGMMA, *STRETCHES)}
     device = SimpleNamespace(
         lineinfo=False,
         scratch=lambda name, nbytes: 0,

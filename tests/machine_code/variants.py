@@ -29,6 +29,7 @@ NUM_SEQS, NUM_HEADS, SEQ_LEN, CAPACITY = 2, 2, 1024, 2048  # NUM_HEADS counts KV
 SHORT = "short splits"
 LOGITS = "ALiBi, softcap, window, sinks"
 WGMMA = "prefill_wgmma"  # for 9.0 alone
+STRETCHES = ("prefill_stretches", "prefill_stretches_wgmma")  # from 9.0 on, and for 9.0 alone
 PREFILL_TOKENS = 512
 FEW_TOKENS, LONG_CONTEXT = 8, 4096  # of prefill_split
 NUM_TOKENS = 256  # in operations on caches
@@ -36,7 +37,10 @@ NUM_STATES, NUM_ROWS = 8, 64
 
 CACHES = ("float16", "fp8_e4m3", "int8")
 KINDS = (("float16", "float16"), ("float16", "fp8_e4m3"), ("float32", "float32"))
-PREFILL_SHAPES = {"prefill": TileShape, "prefill_split": PartShape, WGMMA: WgmmaShape}
+PREFILL_SHAPES = {
+    **{"prefill": TileShape, "prefill_split": PartShape, WGMMA: WgmmaShape},
+    **{"prefill_stretches": TileShape, "prefill_stretches_wgmma": WgmmaShape},
+}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,7 +87,9 @@ class Variant:
         if self.kernel == "prefill_split":
             sizes = (self.head_dim, self.group_size, self.block_size)
             return TensorConfig(*sizes, self.kind, self.kv_kind, architecture=capability[0]).can_split
-        return self.kernel != WGMMA or capability == (9, 0)
+        if self.kernel == "prefill_stretches":
+            return capability >= (9, 0)
+        return self.kernel not in (WGMMA, *STRETCHES) or capability == (9, 0)
 
 
 def variants() -> list[Variant]:
@@ -115,14 +121,17 @@ def _prefill_variants() -> list[Variant]:
     result = [replace(usual, head_dim=head_dim) for head_dim in (64, 128, 256)]
     result += [*(replace(usual, kv_kind=kind) for kind in ("fp8_e4m3", "int8")), replace(usual, options=LOGITS)]
     few = [replace(each, kernel="prefill_split") for each in result if each.options == ""]  # others see too few keys
-    return [*result, *few, *(replace(usual, kernel=WGMMA, head_dim=head_dim) for head_dim in (128, 256))]
+    result += few
+    for kernel in (WGMMA, *STRETCHES):
+        result += [replace(usual, kernel=kernel, head_dim=head_dim) for head_dim in (128, 256)]
+    return result
 
 
 def quick_variants() -> list[Variant]:
     """One variant of each kernel."""
     wanted = [Variant("split", "float16", "float16", 128, 16, options, 8) for options in ("", SHORT)]
     wanted += [Variant(kernel, "float16", "float16", 64, 16, "", 4) for kernel in ("prefill", "prefill_split")]
-    wanted += [Variant(WGMMA, "float16", "float16", 128, 16, "", 4)]
+    wanted += [Variant(kernel, "float16", "float16", 128, 16, "", 4) for kernel in (WGMMA, *STRETCHES)]
     wanted += [Variant("v1", "float32", "fp8_e4m3", 64, 8), Variant("v2", "float32", "float32", 64, 16)]
     wanted += [Variant("v2_reduce", "float32", "", 64, 0), Variant("write_kv", "float16", "float16", 64, 16, "vllm")]
     wanted += [Variant("gather_kv", "float16", "float16", 64, 16, "vllm")]
@@ -187,7 +196,10 @@ def _prefill(variant: Variant) -> Work:
     visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * -(-num_tokens * variant.group_size // rows)
 
     def call() -> Any:
-        with patch.object(prefill, "uses_wgmma", lambda config, capability: variant.kernel == WGMMA):
+        on_warpgroups, stretch = variant.kernel in (WGMMA, STRETCHES[1]), PREFILL_TOKENS // 2
+        changes: dict[str, Any] = {"uses_wgmma": lambda config, capability: on_warpgroups}
+        changes |= {"STRETCH": stretch} if variant.kernel in STRETCHES else {}
+        with patch.multiple(prefill, **changes):
             return attention.prefill_attention(
                 *(q, k_cache, v_cache, tables, np.array([seq_len], np.int32), np.array([0, num_tokens], np.int32)),
                 **{"backend": "emulator", **coded, **options},
@@ -274,12 +286,12 @@ WORK: dict[str, Callable[[Variant], Work]] = {
     **{
         "split": _split,
         "prefill": _prefill,
-        WGMMA: _prefill,
         "prefill_split": _prefill,
         "v1": _attention,
         "v2": _attention,
         "v2_reduce": _attention,
         "merge_states": _merge,
     },
+    **dict.fromkeys((WGMMA, *STRETCHES), _prefill),
     **{"write_kv": _cache_work, "gather_kv": _cache_work, "copy_blocks": _cache_work},
 }

@@ -11,6 +11,10 @@ WGMMA_ITEMS = (
     "test_the_thread_block_that_takes_an_item_changes_no_bits[emulator-wgmma-128 dims]"
 )
 SPLIT_NEEDLE = "tests/attention/test_needles.py::test_a_needle_brings_exactly_its_own_value" + FEW_ROWS
+STRETCHED_ALONE = (
+    "tests/kernels/prefill/test_stretches.py::"
+    "test_a_row_has_the_same_bits_whoever_computes_its_stretches[emulator-prefill-stretches-one column]"
+)
 
 MUTANTS = [
     Mutant(
@@ -79,6 +83,30 @@ MUTANTS = [
         "            weight = weight_of(pivot, maximum)\n",
         "            weight = float32(1)\n",
         SPLIT_NEEDLE,
+    ),
+    Mutant(
+        "prefill stretches: a thread block begins the next stretch while others use the last tile of this one",
+        "            cuda.syncthreads()  # the stretch before has read what is in shared memory\n",
+        "",
+        STRETCHED_ALONE,
+    ),
+    Mutant(
+        "prefill stretches: states are folded without their pivots",
+        "return both, exp2(float32(both - before)), exp2(float32(both - shift))",
+        "return both, float32(1), float32(1)",
+        STRETCHED_ALONE,
+    ),
+    Mutant(
+        "prefill stretches: they begin at the first key that rows of the tile see",
+        "key, length = uint32(uint32(first + number) << uint32(bits))",
+        "key, length = uint32(low + uint32(number << uint32(bits)))",
+        STRETCHED_ALONE,
+    ),
+    Mutant(
+        "prefill stretches: a workspace has room for the states of this call alone",
+        "    return max(num_tiles, min(num_tiles * most, MOST_STATES))\n",
+        "    return num_tiles * columns_and_states(num_tiles, most)[1]\n",
+        "tests/kernels/prefill/test_stretches.py::test_a_workspace_has_room_for_every_state",
     ),
     Mutant(
         "wgmma: copies are not fenced before the products",

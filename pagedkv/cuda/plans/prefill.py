@@ -3,7 +3,7 @@
 Grids follow from the rows of q, the number of sequences and the bound on lengths, never from query_starts and lengths:
 the host does not read those of a device. So a call on tensor cores launches two kernels, the one of many rows and the
 one that splits the keys of few, and each takes its own sequences. It skips a kernel only if shapes, the bound,
-the keys that rows may see or `exact` leave it no sequence.
+the keys that rows may see or `exact` leave it no sequence. Kernels that leave states are followed by one that merges.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from ...compiler.compile import Capability
 from ...compiler.occupancy import shared_kib
 from ...kernels.device.sizes import ELEMENT_BITS
 from ...kernels.device.source import KernelSource
-from ...kernels.prefill.config import FEW_ROWS, MOST_DIMS, PART, CoresConfig, TensorConfig
+from ...kernels.prefill.config import (
+    ENOUGH_BLOCKS,
+    FEW_KV_HEADS,
+    FEW_ROWS,
+    MOST_DIMS,
+    MOST_STATES,
+    PART,
+    STRETCH,
+    CoresConfig,
+    TensorConfig,
+)
 from ...kernels.prefill.cuda_cores import kernel as cuda_cores
 from ...kernels.prefill.cuda_cores.kernel import make_prefill_on_cuda_cores
 from ...kernels.prefill.cuda_cores.shape import CoresShape
@@ -29,6 +39,12 @@ from ...kernels.prefill.tensor_cores.parts import kernel as split
 from ...kernels.prefill.tensor_cores.parts.kernel import make_prefill_split
 from ...kernels.prefill.tensor_cores.parts.merge import make_prefill_merge
 from ...kernels.prefill.tensor_cores.parts.shape import MOST_PARTS, PartShape
+from ...kernels.prefill.tensor_cores.stretches.kernel import make_prefill_stretches, make_prefill_stretches_wgmma
+from ...kernels.prefill.tensor_cores.stretches.merge import (
+    make_prefill_stretches_merge,
+    make_prefill_stretches_wgmma_merge,
+)
+from ...kernels.prefill.tensor_cores.stretches.states import state_bytes
 from ...kernels.prefill.tensor_cores.tile import TileShape
 from ...kernels.prefill.tensor_cores.wgmma.kernel import make_prefill_wgmma
 from ...kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape, takes
@@ -96,6 +112,10 @@ def _workspaces(call: AttentionCall, kernels: list[_Kernel], capability: Capabil
     config = tensor_config(call, capability=capability)
     if uses_wgmma(config, capability):
         needed = ((_COUNTER, 4), *needed)
+    if shares_keys(call, config):
+        shape = shape_of(config, capability)
+        num_states = most_states(_grid(call, shape.rows)[0], most_stretches(call, shape))
+        needed = (("prefill_stretches", num_states * state_bytes(shape)), *needed)
     if not splits_keys(call, config):
         return needed
     num_states = min(_rows_of(call)) * call.spec.num_kv_heads * most_parts(call.options.visible, max_seq_len_of(call))
@@ -150,13 +170,59 @@ def _on_tensor_cores(call: AttentionCall, capability: Capability) -> list[_Kerne
     all_are_few = call.q.shape[0] * config.group_size <= FEW_ROWS and not on_warpgroups
     kernels = []
     if not (few_rows and all_are_few):
-        shape = WgmmaShape(config) if on_warpgroups else TileShape(config)
-        make = make_prefill_wgmma if on_warpgroups else make_prefill
-        kernel = _Kernel(make, config, _grid(call, shape.rows), shape.nbytes, (few_rows, *strides))
-        kernels.append(kernel._replace(pointers=(_COUNTER,), is_persistent=True) if on_warpgroups else kernel)
+        many_rows = _in_stretches if shares_keys(call, config) else _many_rows
+        kernels += many_rows(call, config, capability, few_rows, strides)
     if few_rows:
         kernels += _split(call, config, 0 if all_are_few else PART + 1, strides)
     return kernels
+
+
+def _many_rows(
+    call: AttentionCall, config: TensorConfig, capability: Capability, few_rows: int, strides: tuple[int, ...]
+) -> list[_Kernel]:
+    """The kernel for sequences with many rows, or few keys."""
+    shape, scalars = shape_of(config, capability), (few_rows, *strides)
+    grid = _grid(call, shape.rows)
+    if isinstance(shape, WgmmaShape):
+        return [_Kernel(make_prefill_wgmma, config, grid, shape.nbytes, scalars, (_COUNTER,), is_persistent=True)]
+    return [_Kernel(make_prefill, config, grid, shape.nbytes, scalars)]
+
+
+def _in_stretches(
+    call: AttentionCall, config: TensorConfig, capability: Capability, few_rows: int, strides: tuple[int, ...]
+) -> list[_Kernel]:
+    """As `_many_rows`, where thread blocks share the keys of rows, and the kernel that merges their states.
+
+    With enough tiles of rows, each has one thread block, and one state of all its stretches.
+    """
+    shape = shape_of(config, capability)
+    make, make_merge = make_prefill_stretches, make_prefill_stretches_merge
+    if isinstance(shape, WgmmaShape):
+        make, make_merge = make_prefill_stretches_wgmma, make_prefill_stretches_wgmma_merge
+    tiles, _, _ = _grid(call, shape.rows)
+    columns, states = columns_and_states(tiles, most_stretches(call, shape))
+    scalars = (few_rows, STRETCH.bit_length() - 1, states, *strides)
+    merging = replace(config, wide=False, score_mod=None)  # the merge reads neither caches nor logits
+    return [
+        _Kernel(make, config, (tiles, columns, 1), shape.nbytes, scalars, ("prefill_stretches",)),
+        _Kernel(make_merge, merging, (tiles, shape.row_tiles * shape.k_steps, 1), 0, scalars, ("prefill_stretches",)),
+    ]
+
+
+def columns_and_states(num_tiles: int, most: int) -> tuple[int, int]:
+    """The thread blocks that share the keys of a tile, of `most` stretches, and the states that they leave."""
+    columns = min(most, -(-ENOUGH_BLOCKS // num_tiles)) if num_tiles * most <= MOST_STATES else 1
+    return columns, most if columns > 1 else 1
+
+
+def most_states(num_tiles: int, most: int) -> int:
+    """The most states of a call that has no more tiles, and stretches, than these."""
+    return max(num_tiles, min(num_tiles * most, MOST_STATES))
+
+
+def most_stretches(call: AttentionCall, shape: TileShape) -> int:
+    """The most stretches of which the rows of a thread block see keys."""
+    return call.options.visible.most_units(STRETCH, max_seq_len_of(call), shape.rows)
 
 
 def _split(call: AttentionCall, config: TensorConfig, least_keys: int, strides: tuple[int, ...]) -> list[_Kernel]:
@@ -244,6 +310,20 @@ def cores_config(call: AttentionCall, *, capability: Capability) -> CoresConfig:
 def uses_wgmma(config: TensorConfig, capability: Capability) -> bool:
     """Whether the kernel on warpgroups takes a config: on 9.0 alone, which has its instructions."""
     return capability == (9, 0) and takes(config)
+
+
+def shape_of(config: TensorConfig, capability: Capability) -> TileShape:
+    """The shape of the kernel of many rows."""
+    return WgmmaShape(config) if uses_wgmma(config, capability) else TileShape(config)
+
+
+def shares_keys(call: AttentionCall, config: TensorConfig) -> bool:
+    """Whether thread blocks share the keys of rows: with few KV heads, if rows may see keys of several stretches.
+
+    Before 9.0 the kernel would spill 808 bytes with 128 dims.
+    """
+    seen = call.options.visible.most_keys(max_seq_len_of(call))
+    return config.architecture >= 9 and call.spec.num_kv_heads <= FEW_KV_HEADS and seen > STRETCH
 
 
 def group_size_of(call: AttentionCall) -> int:

@@ -84,17 +84,18 @@ def test_few_tokens_of_short_sequences_are_for_warpgroups_whatever_else_is_in_th
     assert list(launched(few, (8, 0))) == ["prefill_split", "prefill_merge"]
 
 
-def test_warmup_makes_calls_of_both_kernels(uncompiled, monkeypatch):
+def test_warmup_makes_calls_of_all_kernels(uncompiled, monkeypatch):
     given = []
     monkeypatch.setattr(compiling_ahead, "compile_ahead", lambda decodes, prefills, *_: given.extend(prefills) or [])
     device = device_of(CAPABILITY)
     for head_dim, many_rows in ((64, "prefill"), (128, "prefill_wgmma")):
         given.clear()
         pagedkv.warmup(8, 2, head_dim, 16, "float16", prefill=True, capabilities=[CAPABILITY])
-        assert [call.options.softcap for call in given] == [None, 1.0]
-        for call in given:
+        assert [call.options.softcap for call in given] == [None, 1.0] * 2
+        shared = many_rows.replace("prefill", "prefill_stretches")
+        for call, many in zip(given, [[many_rows]] * 2 + [[shared, f"{shared}_merge"]] * 2, strict=True):
             launches = planning.plan(device, call).launches
-            assert [launch.kernel.entry for launch in launches] == [many_rows, "prefill_split", "prefill_merge"]
+            assert [launch.kernel.entry for launch in launches] == [*many, "prefill_split", "prefill_merge"]
 
 
 @given(

@@ -76,8 +76,8 @@ def test_the_thread_block_that_takes_an_item_changes_no_bits(kernel, open_device
 
 @without_code()
 def test_a_grid_has_as_many_thread_blocks_as_run_at_once():
-    for length, grid in ((64, 2 * 2), (6000, RecordingDevice.num_blocks_at_once)):
-        call = WGMMA.call(WGMMA.build(seq_lens=(length,), query_lens=(length,), num_kv_heads=2))
+    for length, grid in ((64, 2 * 3), (4000, RecordingDevice.num_blocks_at_once)):
+        call = WGMMA.call(WGMMA.build(seq_lens=(length,), query_lens=(length,), num_kv_heads=3))
         made = planning.plan(RecordingDevice(), call)
         assert made.launches[0].grid == (grid, 1, 1)
         assert dict(made.workspaces)["prefill_items"] == 4

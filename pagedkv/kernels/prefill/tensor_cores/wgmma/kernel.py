@@ -23,7 +23,7 @@ from ....device.intrinsics.thread import address, bits_float, shared_address
 from ....device.intrinsics.warp import any_lane, shuffle, thread_number
 from ....device.intrinsics.warpgroup import GROUP
 from ....device.language import cuda, float32, int64, uint32
-from ....device.source import KernelSource, device_function
+from ....device.source import KernelSource, Steps, device_function
 from ...arguments import INTS, TileLogitOptions, TilePages, TileQuery, signature
 from ...config import TensorConfig
 from ..prologue import make_prologue
@@ -65,14 +65,32 @@ class Tiles(NamedTuple):
     unit: Any
 
 
+def _make_attend(config: TensorConfig, shape: WgmmaShape) -> Steps:
+    """The device functions ``begin``, ``attend`` and ``finish`` of the loop for which there are stages."""
+    make = make_attend_in_turns if shape.stages == 3 else make_attend_in_step
+    return make(config, shape)
+
+
+def make_attend_tiles(config: TensorConfig, shape: WgmmaShape) -> Any:
+    """The device function ``attend_tiles`` of ../loop.py, for an item beside which no other one begins or ends."""
+    attend = _make_attend(config, shape)
+
+    @device_function
+    def attend_tiles(registers, shared, thread, lane, warp, item, query, k, v, pages, visible, options, span, unit):
+        tiles = Tiles(query, k, v, pages, visible, options, span, unit)
+        attend.begin(shared, lane, warp, item, tiles)
+        attend.attend(registers, shared, shared, lane, warp, tiles)
+        attend.finish(registers)
+
+    return attend_tiles
+
+
 def make_prefill_wgmma(config: TensorConfig) -> KernelSource:
     """The kernel of all rows of all sequences, which attend to the keys that they see."""
     shape, GROUP_SIZE, MODIFIED = WgmmaShape(config), config.group_size, config.modified
     prologue, items, registers_of = make_prologue(config, shape), make_items(config, shape), make_registers(shape)
     start, store_rows = make_start(config, shape), make_store_rows(config, shape, make_store_vectors(config, shape))
-    STORED, STORED_BYTES = shape.stored_start, shape.stored_bytes
-    make_attend = make_attend_in_turns if shape.stages == 3 else make_attend_in_step
-    attend = make_attend(config, shape)
+    STORED, STORED_BYTES, attend = shape.stored_start, shape.stored_bytes, _make_attend(config, shape)
 
     @device_function
     def tiles_of(arrays, item, kv_head):

@@ -1,0 +1,1 @@
+"""Prefill on tensor cores whose thread blocks share the keys of rows: stretches, for caches of few KV heads."""
