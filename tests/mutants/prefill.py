@@ -98,8 +98,8 @@ MUTANTS = [
     ),
     Mutant(
         "prefill stretches: they begin at the first key that rows of the tile see",
-        "key, length = uint32(uint32(first + number) << uint32(bits))",
-        "key, length = uint32(low + uint32(number << uint32(bits)))",
+        "key = uint32(uint32(first + number) * uint32(stretch))",
+        "key = uint32(low + number * uint32(stretch))",
         STRETCHED_ALONE,
     ),
     Mutant(

@@ -201,7 +201,7 @@ def _in_stretches(
         make, make_merge = make_prefill_stretches_wgmma, make_prefill_stretches_wgmma_merge
     tiles, _, _ = _grid(call, shape.rows)
     columns, states = columns_and_states(tiles, most_stretches(call, shape))
-    scalars = (few_rows, STRETCH.bit_length() - 1, states, *strides)
+    scalars = (few_rows, STRETCH, states, *strides)
     merging = replace(config, wide=False, score_mod=None)  # the merge reads neither caches nor logits
     return [
         _Kernel(make, config, (tiles, columns, 1), shape.nbytes, scalars, ("prefill_stretches",)),

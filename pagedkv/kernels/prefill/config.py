@@ -16,7 +16,7 @@ PART = 512  # tokens that one warp takes in sequences of up to LONGEST_OF_PARTS
 LONGEST_OF_PARTS = 2**17
 # With up to this many KV heads, chunks have few tiles of rows for a GPU: thread blocks share the keys of a tile.
 FEW_KV_HEADS = 2
-STRETCH = 4096  # tokens of a thread block's share, after which sums begin anew; a power of two
+STRETCH = 5120  # tokens of a thread block's share, after which sums begin anew: tiles of any number of keys
 ENOUGH_BLOCKS = 256  # thread blocks that keep a GPU busy
 MOST_STATES = 2048  # in a workspace; if there would be more, a tile has one thread block, and one state
 

@@ -17,6 +17,8 @@ from pagedkv.kernels.prefill.tensor_cores.stretches.merge import (
     make_prefill_stretches_merge,
     make_prefill_stretches_wgmma_merge,
 )
+from pagedkv.kernels.prefill.tensor_cores.tile import TileShape
+from pagedkv.kernels.prefill.tensor_cores.wgmma.shape import WgmmaShape
 from pagedkv.visible import Visible
 
 from ...attention.drawn import STRETCH_KERNELS
@@ -60,7 +62,7 @@ def test_keys_are_shared_by_what_a_model_is_and_what_rows_may_see(uncompiled):
     assert list(launched(shared, exact=True)) == ["prefill_stretches_wgmma", "prefill_stretches_wgmma_merge"]
     assert list(launched(shared, (10, 0), exact=True)) == ["prefill_stretches", "prefill_stretches_merge"]
     assert list(launched(shared, (8, 0), exact=True)) == ["prefill"]
-    assert list(launched(shared, exact=True, max_seq_len=STRETCH)) == ["prefill_wgmma"]
+    assert list(launched(shared, exact=True, max_seq_len=4096)) == ["prefill_wgmma"]
     assert list(launched(WGMMA.build(**fields, window=STRETCH), exact=True)) == ["prefill_wgmma"]
     for more in ({"window": STRETCH + 1}, {"causal": False}):
         assert "prefill_stretches_wgmma" in launched(WGMMA.build(**fields | more), exact=True)
@@ -82,7 +84,8 @@ def test_a_chunk_of_few_kv_heads_has_work_for_a_whole_gpu(uncompiled):
     fields = {"group_size": 4, "num_kv_heads": 1, "block_size": 256, "head_dim": 128}
     chunk = WGMMA.build(seq_lens=(2**15 + 512,), query_lens=(512,), **fields)
     grid = launched(chunk, exact=True)["prefill_stretches_wgmma"]
-    assert grid == (512 * 4 // 128 + 1, 2**15 // STRETCH + 1, 1)
+    assert grid == (512 * 4 // 128 + 1, -(-(2**15 + 512) // STRETCH), 1)
+    assert (grid[0] - 1) * grid[1] >= 100
     prompt = WGMMA.build(seq_lens=(2**13,), query_lens=(2**13,), **fields)
     assert launched(prompt)["prefill_stretches_wgmma"] == (2**13 * 4 // 128 + 1, 1, 1)
 
@@ -140,6 +143,18 @@ def test_a_thread_block_of_its_own_takes_each_stretch(kernel):
     both[:20] = True
     attend.footprint.expect("out", read=False, written=~both)
     merge.footprint.expect("out", read=False, written=both)
+
+
+@given(
+    head_dim=st.integers(1, 32).map(lambda n: 8 * n),
+    kib=st.sampled_from([100, 164, 228]),
+    kinds=st.sampled_from([("float16", "float16"), ("bfloat16", "fp8_e5m2"), ("float16", "int8")]),
+    modified=st.booleans(),
+)
+def test_a_stretch_is_whole_tiles_of_keys(head_dim, kib, kinds, modified):
+    config = TensorConfig(head_dim, 4, 16, *kinds, modified=modified, shared_kib=kib)
+    for shape in (TileShape(config), WgmmaShape(config)):
+        assert STRETCH % shape.keys == 0
 
 
 CASES = [(64, (9, 0), {}), *long([(128, (9, 0), {}), (256, (9, 0), {}), (128, (10, 0), {}), (256, (12, 0), {})])]

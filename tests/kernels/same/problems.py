@@ -47,13 +47,14 @@ class Drawn(NamedTuple):
     name: str
     spec: Spec
     wrong: Wrong | None
+    stretch: int | None = None
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.name}".replace(" ", "_")
 
     def solver(self) -> Kernel:
         """The kernel that is compiled for it."""
-        return Kernel(self.kernel, self.name, self.spec)
+        return Kernel(self.kernel, self.name, self.spec, stretch=self.stretch)
 
 
 def sources() -> dict[Kernel, st.SearchStrategy[Spec]]:
@@ -89,13 +90,13 @@ def draw(kernel: Kernel, specs: st.SearchStrategy[Spec], number: int) -> list[Dr
 
     collect()
     chosen = [*right[:: -len(right) // (NUM_EACH - 1)][: NUM_EACH - 1], wrong[-1]]
-    return [Drawn(kernel.kernel, f"{kernel.name}-{i}", *one) for i, one in enumerate(chosen)]
+    return [Drawn(kernel.kernel, f"{kernel.name}-{i}", *one, kernel.stretch) for i, one in enumerate(chosen)]
 
 
 def read() -> list[Drawn]:
     """The problems of the file."""
     return [
-        Drawn(each["kernel"], each["name"], _spec(each["spec"]), Wrong(*each["wrong"]) if each["wrong"] else None)
+        Drawn(**{**each, "spec": _spec(each["spec"]), "wrong": Wrong(*each["wrong"]) if each["wrong"] else None})
         for each in json.loads(FILE.read_text())
     ]
 

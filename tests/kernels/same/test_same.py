@@ -24,6 +24,7 @@ SHORT = (
     "prefill-tensor_cores-0",
     "prefill-few_rows,_tensor_cores-0",
     "wgmma-128_dims-0",
+    "prefill-stretches-0",
 )
 
 

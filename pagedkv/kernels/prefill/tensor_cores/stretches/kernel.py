@@ -2,8 +2,8 @@
 
 The kernels of many rows (../kernel.py and ../wgmma/kernel.py) have one thread block for 128 rows, however many keys
 these see. A chunk of 512 tokens, with one KV head of 4 query heads, is 16 of them. So here the tokens of a sequence are
-cut into stretches of ``1 << bits``, from multiples of that on, and the sums of a row begin anew with each. They begin
-at the same keys in any chunk, and who computes a stretch changes no bits.
+cut into stretches, from multiples of their length on, and the sums of a row begin anew with each. They begin at the
+same keys in any chunk, and who computes a stretch changes no bits.
 
 Grid. x is tile * num_kv_heads + kv_head, as in ../kernel.py. The thread blocks of a tile, which y counts, take its
 stretches in turn. Each leaves the state of each of its stretches in a workspace (states.py). Where there are tiles
@@ -63,7 +63,7 @@ def _kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignm
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         partials,
         num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, scale_strides,
-        few_rows, bits, most_states, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+        few_rows, stretch, most_states, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -90,12 +90,12 @@ def _kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignm
                     )
                     store_nothing(output, item, uint32(GROUP_SIZE), thread)
                 return
-            first, count = stretches_of(item, visible, bits)
+            first, count = stretches_of(item, visible, stretch)
             if number >= count:
                 return
             low, span = prologue.span_of(item, visible)
-            key, length = uint32(uint32(first + number) << uint32(bits)), uint32(uint32(1) << uint32(bits))
-            last = min(uint32(uint32(key + length) - 1), span.last)
+            key = uint32(uint32(first + number) * uint32(stretch))
+            last = min(uint32(uint32(key + uint32(stretch)) - 1), span.last)
             factor, unit = prologue.factors_of(scale, k_scale, k_number, kv_head)
             start(registers, item, alibi_slopes, kv_head, warp, uint32(lane >> 2))
             q_row = address(q) + int64(item.start) * q_token_stride
@@ -125,7 +125,7 @@ def _kernel_of(config: TensorConfig, shape: TileShape, attend_tiles: Any, alignm
             # The loop needs the registers, so compute again what the rest uses.
             item, thread = load_item(shared), thread_number()
             lane, warp = uint32(thread & 31), uint32(thread >> 5)
-            first, count = stretches_of(item, visible, bits)
+            first, count = stretches_of(item, visible, stretch)
             if count == 1:
                 tile, kv_head = divmod_32(uint32(cuda.blockIdx.x), uint32(num_kv_heads))
                 output = prologue.output_of(out, out_strides, lse, sinks, v_scale, v_number, item, kv_head, num_heads)

@@ -89,7 +89,7 @@ def _merge_of(config: TensorConfig, shape: TileShape) -> KernelSource:
         out, lse, q, k_cache, v_cache, block_tables, seq_lens, query_starts, alibi_slopes, sinks, k_scale, v_scale,
         partials,
         num_seqs, num_tokens, num_kv_heads, num_heads, max_seq_len, visible, scale_strides,
-        few_rows, bits, most_states, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
+        few_rows, stretch, most_states, table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
         k_block_stride, k_token_stride, k_head_stride, v_block_stride, v_token_stride, v_head_stride,
         scale, softcap, k_number, v_number,
     ):  # fmt: skip
@@ -106,7 +106,7 @@ def _merge_of(config: TensorConfig, shape: TileShape) -> KernelSource:
         item = load_item(words)
         if item.num_rows == 0 or item.seq_len == 0 or is_split(item, few_rows):
             return
-        _, count = stretches_of(item, visible, bits)
+        _, count = stretches_of(item, visible, stretch)
         if count == 1:
             return
         m, step = divmod_32(uint32(cuda.blockIdx.y), STEPS)

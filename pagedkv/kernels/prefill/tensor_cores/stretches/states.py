@@ -39,17 +39,17 @@ def fold(before, x, weight_before, weight):
 
 
 def make_stretches_of(config: TensorConfig, shape: TileShape) -> Any:
-    """The device function ``stretches_of(item, visible, bits)``, for stretches of ``1 << bits`` tokens.
+    """The device function ``stretches_of(item, visible, stretch)``, for stretches of so many tokens.
 
     It returns the first stretch of which a row of the item sees a key, and how many there are from it to the last one.
     """
     prologue = make_prologue(config, shape)
 
     @device_function
-    def stretches_of(item, visible, bits):
+    def stretches_of(item, visible, stretch):
         low, span = prologue.span_of(item, visible)
-        first = uint32(low >> uint32(bits))
-        return first, uint32(uint32(uint32(span.last >> uint32(bits)) - first) + 1)
+        first = uint32(low // uint32(stretch))
+        return first, uint32(uint32(uint32(span.last // uint32(stretch)) - first) + 1)
 
     return stretches_of
 
