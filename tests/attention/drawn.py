@@ -182,7 +182,7 @@ WGMMAS = (
 STRETCH_KERNELS = (
     *(STRETCHES, WGMMA_STRETCHES),
     *(
-        replace(kernel, name=f"stretches, {kernel.name}", stretch=128)
+        replace(kernel, name=f"stretches, {kernel.name}", stretch=160 if kernel.name == "256 dims" else 128)
         for kernel in (OPTIONS, ONE_STAGE, PREFILL_FP8, PREFILL_INT8, *WGMMAS[1:])
     ),
     *(

@@ -177,9 +177,14 @@ def _split(variant: Variant) -> Work:
 
 
 def _prefill(variant: Variant) -> Work:
-    """A whole tile of query rows at the end of a sequence of 512 tokens, or few of a long one; Hkv = 2, NHD."""
-    is_few = variant.kernel == "prefill_split"
-    num_tokens, seq_len = (FEW_TOKENS, LONG_CONTEXT) if is_few else (128 // variant.group_size, PREFILL_TOKENS)
+    """A whole tile of query rows over whole tiles of keys, about 512 tokens; or few rows over many; Hkv = 2, NHD."""
+    sizes = (variant.head_dim, variant.group_size, variant.block_size)
+    is_modified = bool(OPTIONS[variant.options].keys() & {"softcap", "alibi_slopes"})
+    shape = PREFILL_SHAPES[variant.kernel](TensorConfig(*sizes, variant.kind, variant.kv_kind, modified=is_modified))
+    num_tiles = -(-PREFILL_TOKENS // shape.keys)
+    num_tokens, seq_len = 128 // variant.group_size, num_tiles * shape.keys
+    if variant.kernel == "prefill_split":
+        num_tokens, seq_len = FEW_TOKENS, LONG_CONTEXT
     num_blocks, num_heads = -(-seq_len // variant.block_size), NUM_HEADS * variant.group_size
     k_cache, v_cache, coded = _caches(variant, "NHD", num_blocks)
     q = _normal((num_tokens, num_heads, variant.head_dim), FORMATS[variant.kind].stored)
@@ -188,15 +193,12 @@ def _prefill(variant: Variant) -> Work:
     for name in ("alibi_slopes", "sinks"):
         if name in options:
             options[name] = np.repeat(options[name], variant.group_size)
-    sizes = (variant.head_dim, variant.group_size, variant.block_size)
-    is_modified = bool(options.keys() & {"softcap", "alibi_slopes"})
-    config = TensorConfig(*sizes, variant.kind, variant.kv_kind, modified=is_modified)
-    rows = PREFILL_SHAPES[variant.kernel](config).rows
     seen = min(seq_len, options.get("window", seq_len) + num_tokens - 1)
-    visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * -(-num_tokens * variant.group_size // rows)
+    times = -(-num_tokens * variant.group_size // shape.rows)  # that K and V are read
+    visible = 2 * NUM_HEADS * seen * variant.head_dim * k_cache.itemsize * times
 
     def call() -> Any:
-        on_warpgroups, stretch = variant.kernel in (WGMMA, STRETCHES[1]), PREFILL_TOKENS // 2
+        on_warpgroups, stretch = variant.kernel in (WGMMA, STRETCHES[1]), num_tiles // 2 * shape.keys
         changes: dict[str, Any] = {"uses_wgmma": lambda config, capability: on_warpgroups}
         changes |= {"STRETCH": stretch} if variant.kernel in STRETCHES else {}
         with patch.multiple(prefill, **changes):

@@ -115,7 +115,7 @@ def test_a_workspace_has_room_for_every_state(num_tiles, max_seq_len, window, mo
 @each_kernel(STRETCHES, WGMMA_STRETCHES, long=STRETCH_KERNELS[2:])
 def test_a_row_has_the_same_bits_whoever_computes_its_stretches(kernel, is_alone, open_device, monkeypatch):
     """And those that see keys of one stretch have the bits of the kernel that shares none."""
-    length = 3 * kernel.stretch + 37
+    length = 3 * kernel.stretch + 20  # at most 512: the kernel of few rows takes no part
     query_len = min(length - 20, 1200 // kernel.spec.group_size)
     for fields in ({"scale": 1.0, "sinks": True}, {"window": kernel.stretch + 20}):
         problem = kernel.build(seq_lens=(length,), query_lens=(query_len,), num_kv_heads=1, **fields)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ....device.cache_rows import Cache
 from ....device.intrinsics.thread import divmod_32
+from ....device.intrinsics.warp import end_group
 from ....device.intrinsics.warpgroup import ROW
 from ....device.language import int64, uint32
 from ....device.source import Steps, device_function
@@ -27,15 +28,16 @@ class Copied(NamedTuple):
 
 
 def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
-    """The device functions ``copied_of``, ``copy_query``, ``find_rows``, ``copy_keys`` and ``copy_values``.
+    """The device functions ``copied_of``, ``begin``, ``find_rows``, ``copy_keys`` and ``copy_values``.
 
-    ``find_rows(pages, first, lane, warp)`` finds rows of the tile that begins with token `first`, which
-    ``copy_keys(copied, stage, rows)`` and ``copy_values`` start to copy.
+    ``begin(shared, lane, warp, item, tiles)`` starts to copy Q and the first tile of K of an item. ``find_rows(pages,
+    first, lane, warp)`` finds rows of the tile that begins with token `first`, which ``copy_keys(copied, offset,
+    rows)`` and ``copy_values`` start to copy; `offset` is that of a stage in bytes.
     """
     half = GroupShape(config)
     KEYS, LANES, Q_PANEL, PANEL = half.keys, half.lanes, shape.q_panel_bytes, shape.panel_bytes
-    K_START, V_START, TILE_BYTES, VECTOR_BYTES = shape.k_start, shape.v_start, shape.tile_bytes, config.vector_bytes
-    begin_query, find_row = make_begin_query(config, half), make_find_row(config, half)
+    K_START, V_START, VECTOR_BYTES = shape.k_start, shape.v_start, config.vector_bytes
+    copy_query, find_row = make_begin_query(config, half), make_find_row(config, half)
     copy_rows = make_copy_rows(config, half)
 
     @device_function
@@ -57,20 +59,23 @@ def make_copies(config: TensorConfig, shape: WgmmaShape) -> Steps:
         )
 
     @device_function
-    def copy_query(copied, query, item):
-        begin_query(copied.q_place, query, copied.q_row, copied.chunk, item, True)
-
-    @device_function
     def find_rows(pages, first, lane, warp):
         group, own_warp = divmod_32(warp, WARPS)
         return find_row(pages, uint32(first + uint32(group * KEYS)), lane, own_warp)
 
     @device_function
-    def copy_keys(copied, stage, rows):
-        copy_rows(uint32(copied.k_place + uint32(stage * TILE_BYTES)), copied.keys, rows[0], rows[1], True)
+    def copy_keys(copied, offset, rows):
+        copy_rows(uint32(copied.k_place + offset), copied.keys, rows[0], rows[1], True)
 
     @device_function
-    def copy_values(copied, stage, rows):
-        copy_rows(uint32(copied.v_place + uint32(stage * TILE_BYTES)), copied.values, rows[0], rows[1], True)
+    def copy_values(copied, offset, rows):
+        copy_rows(uint32(copied.v_place + offset), copied.values, rows[0], rows[1], True)
 
-    return Steps(copied_of, copy_query, find_rows, copy_keys, copy_values)
+    @device_function
+    def begin(shared, lane, warp, item, tiles):
+        copied = copied_of(shared, lane, warp, tiles.k, tiles.v)
+        copy_query(copied.q_place, tiles.query, copied.q_row, copied.chunk, item, True)
+        copy_keys(copied, uint32(0), find_rows(tiles.pages, tiles.span.first, lane, warp))
+        end_group()
+
+    return Steps(copied_of, begin, find_rows, copy_keys, copy_values)

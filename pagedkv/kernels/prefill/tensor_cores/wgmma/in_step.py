@@ -20,7 +20,7 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
     `begin` starts to copy Q and the first tile of K of an item. ``attend(registers, shared, where, lane, warp, tiles)``
     goes through its tiles, and leaves the last product running, for which `finish` waits. `where` is the item's slot.
     """
-    KEYS, K_START, V_START, TILE_UNITS = shape.keys, shape.k_start, shape.v_start, shape.tile_bytes // UNIT
+    KEYS, K_START, V_START, TILE_BYTES = shape.keys, shape.k_start, shape.v_start, shape.tile_bytes
     copies, softmax = make_copies(config, shape), make_softmax(config, shape)
     (rows_at, values_at), (multiply_keys, multiply_values) = make_descriptors(shape), make_products(config, shape)
     wait_keys, wait_keys_first, wait_values = make_waits(config, shape)
@@ -38,14 +38,7 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
         """Start to copy V of the tile at `first`, and K of the next one."""
         copies.copy_values(copied, stage, rows)
         if uint32(first + KEYS) <= last:
-            copies.copy_keys(copied, uint32(stage ^ 1), later_rows)
-        end_group()
-
-    @device_function
-    def begin(shared, lane, warp, item, tiles):
-        copied = copies.copied_of(shared, lane, warp, tiles.k, tiles.v)
-        copies.copy_query(copied, tiles.query, item)
-        copies.copy_keys(copied, uint32(0), copies.find_rows(tiles.pages, tiles.span.first, lane, warp))
+            copies.copy_keys(copied, uint32(TILE_BYTES - stage), later_rows)
         end_group()
 
     @device_function
@@ -53,7 +46,7 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
         largest_exponent = local_array(1, float32)
         q = rows_at(uint32(shared + uint32(uint32(warp // uint32(WARPS)) * (ROWS * ROW))))
         k_tile, v_tile = rows_at(uint32(shared + K_START)), values_at(uint32(shared + V_START))
-        first, last, stage = tiles.span.first, tiles.span.last, uint32(0)
+        first, last, stage = tiles.span.first, tiles.span.last, uint32(0)  # the stage as its offset in bytes
         pages, copied = tiles.pages, copies.copied_of(shared, lane, warp, tiles.k, tiles.v)
         rows = copies.find_rows(pages, first, lane, warp)
         later_rows = copies.find_rows(pages, uint32(first + KEYS), lane, warp)
@@ -67,10 +60,10 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
         softmax.exponentiate(registers, largest_exponent, where, tiles, first, warp, lane)
         softmax.round_p(registers)
         while any_lane(uint32(first + KEYS) <= last):
-            first, stage = uint32(first + KEYS), uint32(stage ^ 1)
+            first, stage = uint32(first + KEYS), uint32(TILE_BYTES - stage)
             publish_copies()
-            multiply_keys(registers.s, q, k_tile + int64(stage) * TILE_UNITS)
-            multiply_values(registers.o, registers.p, v_tile + int64(stage ^ 1) * TILE_UNITS)
+            multiply_keys(registers.s, q, k_tile + int64(stage // uint32(UNIT)))
+            multiply_values(registers.o, registers.p, v_tile + int64(uint32(TILE_BYTES - stage) // uint32(UNIT)))
             # The products run while the threads start the copies.
             copy_ahead(copied, first, last, stage, rows, later_rows)
             rows, later_rows = later_rows, copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
@@ -83,10 +76,10 @@ def make_attend_in_step(config: TensorConfig, shape: WgmmaShape) -> Steps:
             # Until here the product reads P.
             softmax.round_p(registers)
         publish_copies()
-        multiply_values(registers.o, registers.p, v_tile + int64(stage) * TILE_UNITS)
+        multiply_values(registers.o, registers.p, v_tile + int64(stage // uint32(UNIT)))
 
     @device_function
     def finish(registers):
         wait_values(registers.o)
 
-    return Steps(begin, attend, finish)
+    return Steps(copies.begin, attend, finish)

@@ -21,7 +21,8 @@ def make_attend_in_turns(config: TensorConfig, shape: WgmmaShape) -> Steps:
     `begin` starts to copy Q and the first tile of K of an item. ``attend(registers, shared, where, lane, warp, tiles)``
     goes through its tiles, and leaves the last product running, for which `finish` waits. `where` is the item's slot.
     """
-    KEYS, K_START, V_START, TILE_UNITS = shape.keys, shape.k_start, shape.v_start, shape.tile_bytes // UNIT
+    KEYS, K_START, V_START = shape.keys, shape.k_start, shape.v_start
+    TILE_BYTES, TILE_UNITS = shape.tile_bytes, shape.tile_bytes // UNIT
     copies, softmax = make_copies(config, shape), make_softmax(config, shape)
     (rows_at, values_at), (multiply_keys, multiply_values) = make_descriptors(shape), make_products(config, shape)
     wait_keys, wait_keys_first, wait_values = make_waits(config, shape)
@@ -44,16 +45,9 @@ def make_attend_in_turns(config: TensorConfig, shape: WgmmaShape) -> Steps:
     def copy_ahead(copied, first, last, rows, later_rows, after, next_but_one):
         """While the tile at `first` is used, start to copy V of the next one and K of the one after it."""
         if uint32(first + KEYS) <= last:
-            copies.copy_values(copied, after, rows)
+            copies.copy_values(copied, uint32(after * TILE_BYTES), rows)
             if uint32(first + 2 * KEYS) <= last:
-                copies.copy_keys(copied, next_but_one, later_rows)
-        end_group()
-
-    @device_function
-    def begin(shared, lane, warp, item, tiles):
-        copied = copies.copied_of(shared, lane, warp, tiles.k, tiles.v)
-        copies.copy_query(copied, tiles.query, item)
-        copies.copy_keys(copied, uint32(0), copies.find_rows(tiles.pages, tiles.span.first, lane, warp))
+                copies.copy_keys(copied, uint32(next_but_one * TILE_BYTES), later_rows)
         end_group()
 
     @device_function
@@ -73,9 +67,9 @@ def make_attend_in_turns(config: TensorConfig, shape: WgmmaShape) -> Steps:
         if group == 1:
             turn.tell(group)  # the other one begins
         rows = copies.find_rows(pages, uint32(first + KEYS), lane, warp)
-        copies.copy_values(copied, stage, copies.find_rows(pages, first, lane, warp))
+        copies.copy_values(copied, uint32(0), copies.find_rows(pages, first, lane, warp))
         if uint32(first + KEYS) <= last:
-            copies.copy_keys(copied, after, rows)
+            copies.copy_keys(copied, uint32(after * TILE_BYTES), rows)
         end_group()
         later_rows = copies.find_rows(pages, uint32(first + 2 * KEYS), lane, warp)
         wait_keys(registers.s)
@@ -116,4 +110,4 @@ def make_attend_in_turns(config: TensorConfig, shape: WgmmaShape) -> Steps:
     def finish(registers):
         wait_values(registers.o)
 
-    return Steps(begin, attend, finish)
+    return Steps(copies.begin, attend, finish)

@@ -1,8 +1,8 @@
 """Prefill attention on warpgroups (wgmma), after FlashAttention-3: 16-bit caches in NHD and HND, on 9.0 alone.
 
 Rows, items and softmax are those of ../kernel.py. A thread block has 128 rows, 64 for each of two warpgroups, and goes
-through tiles of 128 keys (64 with 256 dims or options). The products read their operands from shared memory and run
-asynchronously: S = Q K^T of a tile and O += P V of the one before start together, and the second one runs while the
+through tiles of 128 keys (80 with 256 dims, 64 with options). The products read their operands from shared memory and
+run asynchronously: S = Q K^T of a tile and O += P V of the one before start together, and the second one runs while the
 threads compute the softmax of the first. With three stages warpgroups take turns: the products of one run while the
 other one computes exponentials (in_turns.py). Where only two have room they go in step (in_step.py).
 
