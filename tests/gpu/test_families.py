@@ -43,6 +43,7 @@ PREFILLS = {
     "prefill e5m2 of 256 dims": Spec(**RAGGED, head_dim=256, **E5M2),
     "prefill few rows": Spec((LONG, 40), (3, 2), group_size=4, **F16),
     "prefill few rows e4m3": Spec((LONG, 40), (3, 2), group_size=4, head_dim=128, **E4M3),
+    "prefill stretches": Spec((LONG, 40), (150, 3), num_kv_heads=1, group_size=4, **F16),
     "prefill float32": Spec((70, 33), (40, 3), group_size=3),
 }
 WGMMAS = {
@@ -50,6 +51,7 @@ WGMMAS = {
     "wgmma bfloat16": Spec(**RAGGED, head_dim=128, sinks=True, scale=-0.1, **BF16),
     "wgmma 256 dims": Spec(**RAGGED, head_dim=256, **BF16),
     "wgmma options": Spec(**RAGGED, head_dim=128, softcap=3.0, alibi=True, **BF16),
+    "wgmma stretches": Spec((LONG, 40), (150, 3), num_kv_heads=1, group_size=4, head_dim=128, **BF16),
     "wgmma and few rows": Spec((LONG, 40), (3, 2), group_size=4, head_dim=128, **F16),
 }
 FAMILIES = DECODES | PREFILLS | WGMMAS
@@ -103,7 +105,7 @@ def test_a_family_is_right_and_has_the_same_bits_again_and_again(name, frame):
         assert_same_bits(held.result(**kernel), first)
 
 
-@over(["split 64 dims", "split many splits", "prefill few rows"], "torch", "cupy")
+@over(["split 64 dims", "split many splits", "prefill few rows", "prefill stretches"], "torch", "cupy")
 def test_replays_and_calls_between_them_have_the_same_bits(name, frame):
     """Nothing runs before the capture, and lengths change between replays."""
     framework = FRAMES[frame]()
